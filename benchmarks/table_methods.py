@@ -41,7 +41,9 @@ def budget(table: Table, epsilon: float, seed: int) -> Numbers:
 def privgrad_head(table: Table, epsilon: float, seed: int) -> Array:
     """`fit_head` on the codes of `data.table`, with all defaults."""
     target = table.target
-    kind: Numbers = {"num_classes": target.outputs} if target.kind == "class" else {"bounds": (target.low, target.high)}
+    kind: Numbers = {"num_classes": target.outputs}
+    if target.kind == "number":
+        kind = {"bounds": (target.low, target.high), "counts": target.counts}
     codes, labels = table.codes["train"], torch.from_numpy(table.labels["train"])
     head = pg.fit_head(codes, labels, **kind, source="no data", progress=False, **budget(table, epsilon, seed))
     return decoded(table, head(table.codes["test"]))
@@ -67,6 +69,7 @@ def privgrad_tabular(
         model = PrivateTabularClassifier(classes=range(table.target.outputs), **numbers)
         return model.fit(rows["train"], labels).predict_proba(rows["test"])
     bounds = (table.target.low, table.target.high)
+    numbers["counts"] = table.target.counts
     return PrivateTabularRegressor(label_bounds=bounds, **numbers).fit(rows["train"], labels).predict(rows["test"])
 
 
@@ -191,6 +194,7 @@ def boosting(table: Table, epsilon: float, seed: int) -> Array:
     rows, labels, test = table.values["train"], table.labels["train"], table.values["test"]
     if table.target.kind == "class":
         return HistGradientBoostingClassifier(**options).fit(rows, labels).predict_proba(test)
+    options["loss"] = "poisson" if table.target.counts else "squared_error"
     return HistGradientBoostingRegressor(**options).fit(rows, labels).predict(test)
 
 

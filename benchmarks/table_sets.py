@@ -147,8 +147,9 @@ def load(name: str) -> Table:
     if own.get("log"):
         frame[own["label"]] = np.log(frame[own["label"]])
     classes = own["classes"].split("|") if "classes" in own else None
-    target = Target("number", 1, *own["bounds"]) if classes is None else Target("class", len(classes))
-    of_label: dict[str, Any] = {"bounds": own["bounds"]} if classes is None else {"classes": classes}
+    counts = own.get("counts", False)
+    target = Target("number", 1, *own["bounds"], counts=counts) if classes is None else Target("class", len(classes))
+    of_label: dict[str, Any] = {"bounds": own["bounds"], "counts": counts} if classes is None else {"classes": classes}
     found = _encoded(frame, columns, label=own["label"], row_id=ROW, test_share=TEST_SHARE, **of_label)
     assert found.schema is not None
     values = np.stack([column.read(frame[column.name]) for column in columns], axis=1)

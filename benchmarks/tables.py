@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from sklearn.metrics import log_loss, mean_absolute_error, r2_score, roc_auc_score
+from sklearn.metrics import log_loss, mean_absolute_error, mean_poisson_deviance, r2_score, roc_auc_score
 
 from benchmarks.accuracy.run import read
 from benchmarks.table_methods import METHODS, TRIALS, predicted
@@ -44,7 +44,8 @@ def metrics(table: Table, made: Array) -> dict[str, float]:
     """The scores of predictions: of probabilities (n, classes), or of numbers (n,)."""
     labels = table.labels["test"]
     if table.target.kind == "number":
-        return {"r2": r2_score(labels, made), "mae": mean_absolute_error(labels, made)}
+        found = {"r2": r2_score(labels, made), "mae": mean_absolute_error(labels, made)}
+        return found | ({"deviance": mean_poisson_deviance(labels, made.clip(SMALLEST))} if table.target.counts else {})
     likely = made.clip(SMALLEST, 1)
     likely /= likely.sum(1, keepdims=True)
     right, sure = made.argmax(1) == labels, likely.max(1)

@@ -34,12 +34,12 @@ ROOMS: dict[str, dict[str, int]] = {
         "checks": 1869,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
         "cli": 630,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
-        "data": 1555,  # few odd values; labels that are numbers; categories as pandas writes them; knots; schemas
+        "data": 1614,  # pairs of columns; counts; few odd values; labels that are numbers; categories of pandas
         "diagnostics": 685,
         "engine": 7284,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
         "features": 1857,  # hat codes; short names of models
         "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
-        "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
+        "heads": 1556,  # counts; models of a table; hidden units; a search within one epsilon, transformers
         "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1440,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
@@ -57,7 +57,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "data": 1925,
         "models": 291,
         "papers": 840,
-        "report": 1265,  # the metric asked for first, differences, runs without noise; plots as SVG
+        "report": 1269,  # the metric asked for first, differences, runs without noise; SVG, whole percents
     },
 }
 

@@ -71,7 +71,7 @@ SIGNATURES = {
     "split_key",
     data.read_image: "path size channels",
     data.table: "path columns label classes unit max_rows row_id test test_share test_every validation_share "
-    "split_key table bounds",
+    "split_key table bounds counts interactions",
     pg.compare: "spec out data model progress",
     pg.Budget: "path total_epsilon delta num_examples privacy_unit",
     pg.Budget.commit: "self name releases by place",
@@ -87,9 +87,9 @@ SIGNATURES = {
     pg.save: "model folder ledger delta post_processing about overwrite",
     pg.load: "model folder",
     pg.ledgers_of: "model",
-    pg.fit_head: "features labels num_classes bounds classes schema weights extractor source plan target_epsilon delta "
-    "num_examples privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum hidden "
-    "output_dir seed progress",
+    pg.fit_head: "features labels num_classes bounds counts classes schema weights extractor source plan "
+    "target_epsilon delta num_examples privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule "
+    "momentum hidden output_dir seed progress",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant",
     pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",

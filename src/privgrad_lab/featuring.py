@@ -42,7 +42,7 @@ BLOCKS: dict[str, Callable[..., Extractor]] = {
     "tf-idf": features.TfIdf,
 }
 
-SCHEMA = ("columns", "label", "classes", "bounds", "unit", "max_rows", "row_id")  # the options of a declared table
+SCHEMA = ("columns", "label", "classes", "bounds", "counts", "interactions", "unit", "max_rows", "row_id")  # of a table
 
 # The data with features, by the training part as loaded and by table: computed once for all trainings.
 _MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary()
@@ -78,7 +78,7 @@ def with_norm_of_table(spec: Spec, raw: Mapping[str, Any]) -> Spec:
         return spec
     schema = schema_of("load_spec", **{name: given.get(name) for name in SCHEMA})
     single = spec if spec.privacy.total_epsilon is None else spec.with_noise(price(spec).noise_multiplier)
-    weights, of_numbers = width_of(schema) * (len(schema.classes) or 1), schema.bounds is not None
+    weights, of_numbers = width_of(schema) * (len(schema.classes) or 1), schema.bounds is not None and not schema.counts
     norm = head_max_grad_norm(single.plan(None), weights, of_numbers=of_numbers)
     return spec.model_copy(update={"privacy": spec.privacy.model_copy(update={"max_grad_norm": norm})})
 

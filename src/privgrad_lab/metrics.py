@@ -151,8 +151,7 @@ def constants(examples: TensorDataset, data: DataSet) -> dict[str, float]:
     if data.score != "accuracy" or labels.is_floating_point() or (labels.ndim > 1 and not data.by_person):
         return {}
     rows = labels.view(len(labels), -1)
-    weights = (rows != NO_LABEL).double()
-    weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+    weights = torch.nn.functional.normalize((rows != NO_LABEL).double(), p=1, dim=1)
     counts = torch.bincount(rows.clamp(min=0).flatten(), weights=weights.flatten(), minlength=data.num_classes)
     shares = counts / counts.sum().clamp(min=1)
     loss = -torch.special.xlogy(shares, shares).sum().item()
@@ -224,8 +223,9 @@ def title(name: str) -> str:
 
 
 def reported(spec: Spec, data: DataSet) -> list[str]:
-    """Return the metrics of final results: those of [run], and for numbers R2 and the mean absolute error."""
-    return list(dict.fromkeys([*spec.run.metrics, *(OF_NUMBERS if data.score == "r2" else [])]))
+    """Return the metrics of final results: those of [run], and for numbers and counts those that suit them."""
+    of_counts = ["sklearn.metrics:mean_poisson_deviance"] if data.schema and data.schema.counts else []
+    return list(dict.fromkeys([*spec.run.metrics, *(OF_NUMBERS if data.score == "r2" else []), *of_counts]))
 
 
 def require_names(spec: Spec) -> None:

@@ -19,7 +19,8 @@ import privgrad as pg
 from privgrad import data, models
 from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import NO_LABEL
-from privgrad.data.table import require_codes
+from privgrad.data.schema import schema_of
+from privgrad.data.table import declaration_of, require_codes, row_codes
 from privgrad.features import Bins, Hats, OneHot, Splines, join, unit_rows
 from privgrad_lab.build import make_data, make_model, with_public
 from privgrad_lab.data.tabular import _CATEGORIES
@@ -222,6 +223,16 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"row_id": "age"}, "row_id to be a column apart from the inputs"),
     ({"test_share": 0.5, "validation_share": 0.5}, r"to be >= 0, and below 1 together"),
     ({"test_share": 0.5, "test": "b.csv"}, "one of test, test_share, test_every to be given, got test and test_share"),
+    ({"counts": True}, "bounds to be given for counts, from 0 or above, got None"),
+    ({"counts": "yes"}, "counts to be true or false, got 'yes'"),
+    ({"classes": None, "bounds": [-1, 9], "counts": True}, "bounds to be given for counts, from 0 or above"),
+    ({"interactions": ["age", "ward"]}, "interactions to be a list of pairs of different columns"),
+    ({"interactions": [["age", "age"]]}, "interactions to be a list of pairs of different columns"),
+    ({"interactions": [["age", "war"]]}, r"pairs of two declared numbers or categories, got \['age', 'war'\]"),
+    (
+        {"columns": number(bins=501), "interactions": [["age", "ward"]]},
+        "at most 1,000 products of the codes of age and ward, got 1002; declare fewer values or bins",
+    ),
     ({"split_key": "k" * 65}, "split_key to be a text of at most 64 bytes"),
 ]
 
@@ -975,6 +986,39 @@ def test_hat_codes_are_shares_of_the_two_nearest_knots():
     equal = Hats.equal(0, 99, 3, log=True)
     assert equal.knots == (0.0, 9.0, 99.0)
     assert len(Hats.equal(0, 1).knots) == 16
+
+
+def test_interactions_are_products_of_codes_in_rows_of_norm_1():
+    columns: dict[str, Any] = {
+        "age": {"kind": "number", "range": [0, 15], "knots": 16},
+        "dose": {"kind": "number", "knots": [0, 10], "missing": "category"},
+        "ward": {"kind": "category", "values": ["a", "b"]},
+        "seen": {"kind": "date", "as": ["weekday"]},
+    }
+    cells: dict[str, list[Any]] = {"age": [6, 15, 3], "dose": [None, 4, 0], "ward": ["a", "b", "a"]}
+    cells |= {"seen": ["2021-03-04"] * 3, "y": [0, 1, 1]}
+    pairs = [["age", "ward"], ["dose", "age"], ["seen", "ward"]]
+    own: dict[str, Any] = {"columns": columns, "label": "y", "classes": [0, 1], "unit": "row"}
+    found, without = data.table(cells, **own, interactions=pairs), data.table(cells, **own)
+    codes, schema = found.train.tensors[0], found.schema
+    assert schema is not None
+    assert without.schema is not None
+    torch.testing.assert_close(codes.norm(dim=1), torch.ones(3))
+    few = Hats((0, 4, 8, 11, 15))([6, 15, 3])  # 5 of the 16 knots
+    ward, dose = torch.tensor([[1.0, 0], [0, 1], [1, 0]]), torch.tensor([[0, 0, 1], [0.6, 0.4, 0], [1, 0, 0]])
+    weekday = torch.eye(7)[[3, 3, 3]]
+    products = [torch.einsum("ni,nj->nij", *both).flatten(1) for both in ((few, ward), (dose, few), (weekday, ward))]
+    blocks = without.train.tensors[0].split([16, 3, 2, 7], dim=1)
+    torch.testing.assert_close(codes, join(*(block / block.sum(1, keepdim=True) for block in blocks), *products))
+    require_codes("test", schema, codes)
+    with pytest.raises(pg.PrivacyError, match="to have the codes of the columns"):
+        require_codes("test", schema, codes.roll(1, dims=1))
+    require_codes("test", schema, data.synthetic_rows(schema, 100)[0])
+    said = json.loads(json.dumps(declaration_of(schema)))
+    again = schema_of("test", **said)
+    rows = [{name: cells[name][row] for name in columns} for row in range(3)]
+    assert torch.equal(row_codes("test", again, rows), codes)
+    assert "interactions" not in declaration_of(without.schema)
 
 
 def test_splines_are_the_hat_codes_of_all_columns():

@@ -75,6 +75,17 @@ def numbers() -> Task:
     return rows_of(60, 7), labels, {"bounds": (-5.0, 15.0)}, loss
 
 
+def counts() -> Task:
+    labels = torch.poisson(3 * rows_of(60, seed=1).exp(), generator=torch.Generator().manual_seed(0))
+
+    def loss(outputs: Tensor, label: Tensor) -> Tensor:
+        value = label.clamp(0, 8)
+        rate = 3 * outputs[0].exp()  # a head begins at the root of 1 + 8
+        return (rate - value * rate.log() + torch.xlogy(value, value) - value) / 8**0.5
+
+    return rows_of(60, 7), labels, {"bounds": (0, 8), "counts": True}, loss
+
+
 def persons() -> Task:
     labels = torch.arange(180).view(60, 3) % 3
     labels[::2, 2] = -100
@@ -123,7 +134,7 @@ def plain_weight(task: Task, plan: pg.PrivacyPlan, noise_step: float, clip: floa
     return weight.detach()
 
 
-@pytest.mark.parametrize("make", [classes, tags, numbers, persons, persons_numbers])
+@pytest.mark.parametrize("make", [classes, tags, numbers, counts, persons, persons_numbers])
 def test_training_equals_a_loop_over_examples_in_float64(make: Callable[[], Task]):
     task = make()
     features, labels, arguments, _ = task
@@ -343,6 +354,26 @@ def test_predictions_of_tags_and_numbers():
         head.predict_proba(features)
 
 
+def test_counts_learn_rates_that_are_saved_and_bounded(tmp_path: Path):
+    features = rows_of(4000, 7).index_fill(1, torch.tensor([6]), 2.0)  # a constant
+    rates = (features[:, 0] / features.norm(dim=1) * 3 + 1).exp()
+    labels = torch.poisson(rates, generator=torch.Generator().manual_seed(0))
+    own = OWN | {"num_examples": 4000, "delta": 1e-5}
+    head = pg.fit_head(features, labels, bounds=(0, 30), counts=True, **own, **FACTS)
+    found = head.predict(features)
+    assert (found.log() - rates.log()).abs().mean() < 0.3  # of the constant exp(1): 0.6
+    head.save(tmp_path / "head")
+    loaded = pg.Head.load(tmp_path / "head")
+    assert torch.equal(loaded.predict(features), found)
+    with torch.no_grad():
+        loaded.model.linear.weight.fill_(1e6)  # exp overflows
+    outputs = loaded(torch.ones(1, 7)).requires_grad_()
+    assert loaded.target.decoded(outputs).item() == 30
+    loss = loaded.target.losses_of(outputs, torch.tensor([2.0])).sum()
+    (slope,) = torch.autograd.grad(loss, outputs)
+    assert slope.item() == pytest.approx((30 - 2) / 30**0.5)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 X, Y = rows_of(60, 7), torch.arange(60) % 3
@@ -368,6 +399,8 @@ SCHEMA = Schema({"ward": WARD}, "back", ("no", "yes"), "row", None, None)
         (X, Y - 100, {}, "integers from 0 to 2, got the label -100"),
         (X, Y.float(), {}, "integers from 0 to 2, got torch.float32"),
         (X, Y, {"num_classes": None, "bounds": (1, 1)}, "bounds to be finite, and low < high"),
+        (X, Y, NUMBER | {"bounds": (-1, 9), "counts": True}, "low < high, from 0 or above for counts, got"),
+        (X, Y, {"counts": True}, "from 0 or above for counts, got None"),
         (X, Y[:50], {}, r"labels to have shape \(60,\), got \(50,\)"),
         (X, torch.zeros(60, 5), {}, r"labels to have shape \(60, 3\), got \(60, 5\)"),
         (X.long(), Y, {}, "features to be floating point"),

@@ -16,7 +16,7 @@ pd = pytest.importorskip("pandas")
 
 from sklearn.base import clone  # noqa: E402
 from sklearn.datasets import load_diabetes  # noqa: E402
-from sklearn.metrics import get_scorer  # noqa: E402
+from sklearn.metrics import get_scorer, mean_poisson_deviance  # noqa: E402
 
 from privgrad.estimators import PrivateTabularClassifier, PrivateTabularRegressor  # noqa: E402
 
@@ -110,6 +110,27 @@ def test_numbers_of_real_people(tmp_path: Path, hidden: int | None):
     assert torch.equal(pg.Head.load(tmp_path).predict(frame).double(), torch.from_numpy(predicted))
     copied: Any = clone(model)
     assert copied.get_params()["columns"] == columns
+
+
+def test_counts_and_a_pair_of_columns_that_act_together(tmp_path: Path):
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": random.uniform(0, 15, 4000), "sex": random.choice(["f", "m"], 4000)})
+    rates = np.exp(np.where(frame["sex"] == "f", frame["age"], 15 - frame["age"]) / 6 - 0.5)
+    frame["visits"] = random.poisson(rates)
+    columns = {"age": {"kind": "number", "range": [0, 15]}, "sex": {"kind": "category", "values": ["f", "m"]}}
+    options: dict[str, Any] = {"columns": columns, "label_bounds": (0, 25), "counts": True, "verbose": False}
+    options |= FACTS | {"target_epsilon": 3.0, "delta": 1e-5, "num_examples": 4000}
+    alone = PrivateTabularRegressor(**options).fit(frame, "visits").predict(frame)
+    with pytest.warns(UserWarning, match="2 trainings on 4,000 examples"):
+        model = PrivateTabularRegressor(**options, interactions=[["age", "sex"]]).fit(frame, "visits")
+    rates_of_model, mean = model.predict(frame), np.full(4000, frame["visits"].mean())
+    best, pair, single, none = (
+        mean_poisson_deviance(frame["visits"], rate) for rate in (rates, rates_of_model, alone, mean)
+    )
+    assert none - single < 0.2 * (none - best)  # the two together decide
+    assert none - pair > 0.8 * (none - best)
+    model.head_.save(tmp_path)
+    assert torch.equal(pg.Head.load(tmp_path).predict(frame).double(), torch.from_numpy(rates_of_model))
 
 
 def test_hidden_units_learn_what_no_linear_model_of_codes_does():

@@ -217,6 +217,25 @@ def test_research_tunes_by_r2_and_by_the_error(folder: Path, tmp_path: Path):
         assert [record.get("head") is None for record in records if record["phase"] == "final"] == [True, False]
 
 
+def test_a_count_has_rates_and_the_deviance_of_poisson(folder: Path, tmp_path: Path):
+    toml = folder / "counts.toml"
+    toml.write_text(TOML.replace("bounds =", 'counts = true\ninteractions = [["age", "sex"]]\nbounds ='))
+    spec = load_spec(toml)
+    assert "with a number as label" in command("doctor", toml)
+    answer = json.loads(command("train", toml, "--out", tmp_path / "out", "--json").splitlines()[-1])
+    head = pg.Head.load(answer["head"])
+    inputs, labels = make_data(spec).test.tensors
+    rates = head.predict(inputs)
+    assert head.target == Target("number", 1, 0.0, 350.0, counts=True)
+    torch.testing.assert_close(rates, 351**0.5 * head(inputs)[:, 0].exp())
+    deviance = metrics.mean_poisson_deviance(labels, rates)
+    assert answer["sklearn.metrics:mean_poisson_deviance"] == pytest.approx(deviance)
+    assert answer["absolute_error"] == pytest.approx(metrics.mean_absolute_error(labels, rates))
+    own: Any = {"bounds": (0, 350), "counts": True, "source": "no data", "progress": False}
+    by_hand = pg.fit_head(*make_data(spec).train.tensors, **own, **PRIVACY)
+    assert by_hand.privacy["max_grad_norm"] == spec.privacy.max_grad_norm
+
+
 class Given(nn.Module):
     """A model that returns its inputs; a parameter tells where it is."""
 

@@ -40,6 +40,8 @@ _WHOLE_MARKS = (r"\n",)  # \N of SQL dumps; "N" alone may be a name
 _NAMES = ("nana",)  # a name as it is; "N/A N/A" is a mark
 _MISSING = ("", "nan", "nat", "null")  # NaT is a date that pandas lacks
 _MOST_BINS = 10_000
+_MOST_PRODUCTS = 1_000  # codes of a pair of columns, and knots of a number in it
+_KNOTS_OF_PAIR = 5
 _SECONDS = 86_400  # of a day
 
 
@@ -167,6 +169,15 @@ class Column:
             edges = [number - 0.5 for number in range(low, high + 1, step)]  # a bin begins below its first number
             found.append(Bins((*edges, edges[-1] + step), missing))
         return found
+
+    @property
+    def of_pair(self) -> "Column":
+        """The column as a part of a pair: of at most 5 of its knots, with both ends."""
+        knots: Sequence[float] = self.declared.get("knots", ())
+        if len(knots) <= _KNOTS_OF_PAIR:
+            return self
+        places = np.linspace(0, len(knots) - 1, _KNOTS_OF_PAIR).round().astype(int)
+        return Column(self.name, {**self.declared, "knots": [knots[place] for place in places]})
 
     @property
     def ends(self) -> tuple[float, float] | None:
@@ -326,6 +337,18 @@ class Schema:
     max_rows: int | None
     row_id: str | None
     bounds: tuple[float, float] | None = None  # of a label that is a number
+    counts: bool = False  # whether this number is a count
+    interactions: tuple[tuple[str, str], ...] = ()  # pairs of columns
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """The width of each block of codes of a row, and how many of these codes are above 0 at most."""
+        sizes = [(one.width, 2 if isinstance(one, Hats) else 1) for own in self.columns.values() for one in own.blocks]
+        for pair in self.interactions:
+            (first,), (second,) = (self.columns[name].of_pair.blocks for name in pair)
+            hats = isinstance(first, Hats) + isinstance(second, Hats)
+            sizes.append((first.width * second.width, 2**hats))
+        return sizes
 
     @property
     def by_person(self) -> bool:
@@ -365,6 +388,8 @@ def schema_of(
     max_rows: int | None = None,
     row_id: str | None = None,
     bounds: Any = None,
+    counts: Any = None,
+    interactions: Any = None,
 ) -> Schema:
     """Return the schema of a table, by arguments of `data.table`; raise PrivacyError if they do not make one."""
     _require_option(function, "columns", "columns", columns)
@@ -379,7 +404,12 @@ def schema_of(
     option = "classes" if bounds is None else "bounds"
     _require_option(function, option, option, classes if bounds is None else bounds)
     names, ends = tuple(map(text_of, classes or ())), bounds and (float(bounds[0]), float(bounds[1]))
-    schema = Schema(read, label, names, unit, max_rows, row_id, ends)
+    _require_option(function, "counts", "counts", counts or False)
+    if counts and (ends is None or ends[0] < 0):
+        raise expected(function, "bounds", "to be given for counts, from 0 or above", bounds)
+    schema = Schema(
+        read, label, names, unit, max_rows, row_id, ends, counts or False, _pairs(function, read, interactions or ())
+    )
     if len(read) > 1 and any(column.kind == "text" for column in read.values()):
         remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
         raise expected(function, "columns", "to hold a column of text alone", ", ".join(read), remedy)
@@ -391,6 +421,20 @@ def schema_of(
     if label == schema.identifier:
         raise expected(function, "label", "to differ from the unit", repr(label), "name the column of the classes")
     return schema
+
+
+def _pairs(function: str, columns: Mapping[str, Column], given: Any) -> tuple[tuple[str, str], ...]:
+    """Return pairs of columns; raise PrivacyError unless each has one block of codes, and their products are few."""
+    _require_option(function, "interactions", "interactions", given)
+    for pair in given:
+        widths = [one.of_pair.blocks[0].width for one in map(columns.get, pair) if one and len(one.blocks) == 1]
+        condition, got = "to be pairs of two declared numbers or categories", f"{list(pair)}"
+        if len(widths) == 2 and (got := widths[0] * widths[1]) > _MOST_PRODUCTS:
+            condition = f"to make at most {_MOST_PRODUCTS:,} products of the codes of {' and '.join(pair)}"
+        elif len(widths) == 2:
+            continue
+        raise expected(function, "interactions", condition, got, "declare fewer values or bins, or leave the pair out")
+    return tuple((first, second) for first, second in given)
 
 
 def knots_of(num_examples: int, numbers: int) -> int:
@@ -466,9 +510,15 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "bounds": (lambda value: _are_rising(value, 2, 2), _ENDS, _PUBLIC),
     "classes": (lambda value: _are_values(value, 2), f"to be a list of at least two {_VALUES}", _PUBLIC),
     "columns": (lambda value: is_a(value, Mapping) and len(value) > 0, "to be a table of columns", _SUCH),
+    "counts": (lambda value: isinstance(value, bool), "to be true or false", ""),
     "dates": (lambda value: _are_values(value, 2) and len(value) == 2, "to be the names of two columns of dates", ""),
     "edges": (lambda value: _are_rising(value, 3), "to be at least three rising finite numbers", _PUBLIC),
     "format": (lambda value: isinstance(value, str) and "%" in value, "to be a format such as '%d.%m.%Y'", ""),
+    "interactions": (
+        lambda value: is_a(value, list, tuple) and all(_are_values(pair, 2) and len(pair) == 2 for pair in value),
+        "to be a list of pairs of different columns",
+        "such as [['age', 'sex']]",
+    ),
     "knots": (
         lambda value: _is_whole(value, 2, _MOST_BINS) or _are_rising(value, 2, _MOST_BINS),
         f"to be an integer from 2 to {_MOST_BINS}, or at least two rising finite numbers",

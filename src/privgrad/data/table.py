@@ -21,12 +21,13 @@ from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import Frame, read_columns
 from privgrad.data.schema import Column, Fault, PathLike, Positive, Schema
 from privgrad.errors import PrivacyError, described, did_you_mean, expected, require_integer
-from privgrad.features import Hats, join
+from privgrad.features import join
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
 Texts = Mapping[str, Sequence[str]]  # of all rows, by the name of the column
 _LONGEST_KEY = 64  # bytes, of BLAKE2b
+_LATER = ("bounds", "counts", "interactions")  # options that older declarations do not have
 _EQUAL = 1e-2  # relative difference of codes in half precision
 
 
@@ -72,20 +73,22 @@ def report(function: str, place: str, faults: Sequence[Fault], shown: Sequence[s
 def _codes(schema: Schema, values: Mapping[str, Sequence[Any]]) -> Tensor:
     """Return the codes of all input columns side by side, (n, width); bytes for a column of text."""
     codes = [code for name, column in schema.columns.items() for code in column.encode(values[name])]
+    for pair in schema.interactions:
+        (first,), (second,) = (schema.columns[name].of_pair.encode(values[name]) for name in pair)
+        codes.append((first[:, :, None] * second[:, None]).flatten(1))
     return join(*codes) if codes[0].is_floating_point() else codes[0]
 
 
 def width_of(schema: Schema) -> int:
     """Return the number of codes of a row, or the bytes of a text."""
-    return sum(column.width for column in schema.columns.values())
+    return sum(width for width, _ in schema.blocks) or sum(column.width for column in schema.columns.values())
 
 
 def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0) -> None:
     """Raise PrivacyError unless inputs (..., width) can be codes of a schema: each block's sum alike, or all zeros."""
-    blocks = [block for column in schema.columns.values() for block in column.blocks]
-    if not blocks:  # a column of text, which is not checked
+    if not schema.blocks:  # a column of text, which is not checked
         return
-    widths, most = [block.width for block in blocks], torch.tensor([2 if isinstance(b, Hats) else 1 for b in blocks])
+    widths, most = [width for width, _ in schema.blocks], torch.tensor([most for _, most in schema.blocks])
     rows: Any = inputs.reshape(len(inputs), -1, width_of(schema)).float()
     parts = rows.split(widths, dim=-1)
     counts = torch.stack([(part != 0).sum(-1) for part in parts], -1)  # (n, rows of a person, blocks)
@@ -101,7 +104,7 @@ def require_codes(function: str, schema: Schema, inputs: Tensor, first: int = 0)
 
 def declaration_of(schema: Schema) -> dict[str, Any]:
     """Return the schema for JSON, as `schema_of` takes it. All of it is declared, and so public."""
-    own = {name: value for name, value in vars(schema).items() if name != "bounds" or value is not None}
+    own = {name: value for name, value in vars(schema).items() if value or name not in _LATER}
     columns = {name: column.declared for name, column in schema.columns.items()}
     return own | {"columns": columns, "classes": list(schema.classes) or None}
 
@@ -122,6 +125,8 @@ def table(
     split_key: str = "",
     table: str | None = None,
     bounds: Sequence[float] | None = None,
+    counts: bool = False,
+    interactions: Sequence[Sequence[str]] = (),
 ) -> DataSet:
     """Load a table of your own, by a schema that you declare; docs/data-reference.md lists its rules.
 
@@ -157,6 +162,9 @@ def table(
         split_key: a text that changes which units are in which part; at most 64 bytes.
         table: the table of an SQLite file.
         bounds: the public smallest and largest number, for a label that is a number.
+        counts: whether this number is a count: heads then predict rates, by Poisson's loss.
+        interactions: pairs of columns, such as [["age", "sex"]], that act together: the products of their codes are
+            inputs, too, with at most 5 knots of a number.
     Returns:
         A data set with split "unit". A unit's part depends on a hash of this unit, and of `split_key`, only. How many
         units a part has is therefore private.
@@ -168,6 +176,7 @@ def table(
         of the result depends on one unit only.
     """
     declared: dict[str, Any] = {"columns": columns, "label": label, "classes": classes, "bounds": bounds}
+    declared |= {"counts": counts, "interactions": interactions}
     schema = schemas.schema_of("table", **declared, unit=unit, max_rows=max_rows, row_id=row_id)
     split = Split("table", schema.identifier, test, test_share, validation_share, split_key, test_every)
     own = _read(schema, path, table)

@@ -50,6 +50,7 @@ def fit_head(
     *,
     num_classes: int | None = None,
     bounds: tuple[float, float] | None = None,
+    counts: bool = False,
     classes: Sequence[Any] | None = None,
     schema: Schema | None = None,
     weights: Tensor | np.ndarray[Any, Any] | None = None,
@@ -82,6 +83,8 @@ def fit_head(
             bound. For persons, classes or numbers (n, rows); -100 or NaN for rows that a person does not have.
         num_classes: the public number of classes or tags. Give this, classes or bounds.
         bounds: the public smallest and largest number, for regression, known without the labels.
+        counts: whether numbers are counts, with bounds from 0: the loss is then that of Poisson regression, and the
+            head predicts rates.
         classes: the public names of the classes or tags 0, 1, ..., such as `DataSet.classes`. `Head.save` writes them.
         schema: `DataSet.schema`, if the features are codes of a table. The head then takes rows by column name.
         weights: from 0 to 1, (n,), for examples: each is drawn at its weight times the plan's rate, at the same epsilon
@@ -123,7 +126,7 @@ def fit_head(
     """
     rows, given = _tensor(features), _tensor(labels)
     count = len(classes) if num_classes is None and classes is not None else num_classes
-    target = _target(rows, given, count, bounds)
+    target = _target(rows, given, count, bounds, counts=counts)
     require_declared("fit_head", target, classes, schema if extractor is None else None, rows.shape[-1])
     for start in range(0, len(rows), _BLOCK):
         if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
@@ -147,7 +150,10 @@ def fit_head(
         plan = _plan(numbers, own, unit, budget, place)
         if max_grad_norm is None:
             size = rows.shape[-1] * target.outputs
-            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, size, **of_target))
+            of_norm = of_target | (
+                {"of_numbers": False} if counts else {}
+            )  # an error is of any size, as a logit's slope
+            plan = replace(plan, max_grad_norm=head_max_grad_norm(plan, size, **of_norm))
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}")
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
@@ -192,7 +198,9 @@ def _tensor(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values)
 
 
-def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
+def _target(
+    rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None, *, counts: bool
+) -> Target:
     """Return the kind of the labels; raise PrivacyError unless they fit the features and the public facts."""
     if not rows.is_floating_point() or rows.ndim not in (2, 3):
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
@@ -206,11 +214,12 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         raise expected("fit_head", "labels", f"to have shape {shape}", tuple(labels.shape), remedy)
     if rows.ndim == 2 and labels.is_floating_point() and (row := first_infinite(labels[:, None])) is not None:
         raise expected("fit_head", "labels", "to be finite", f"inf or NaN in row {row}")
-    if bounds is not None:
-        low, high = bounds
-        if not -math.inf < low < high < math.inf:
-            raise expected("fit_head", "bounds", "to be finite, and low < high", bounds)
-        target = Target("number", 1, float(low), float(high))
+    if bounds is not None or counts:
+        low, high = bounds or (math.nan, math.nan)
+        if not (-math.inf < low < high < math.inf and (low >= 0 or not counts)):
+            least = ", from 0 or above for counts" if counts else ""
+            raise expected("fit_head", "bounds", f"to be finite, and low < high{least}", bounds)
+        target = Target("number", 1, float(low), float(high), counts)
         numbers = torch.where(labels.isnan(), target.middle, labels.double()).reshape(len(labels), -1)
         warn_of_private_bound("fit_head", "the low of bounds", torch.tensor(target.low), numbers, is_low=True)
         warn_of_private_bound("fit_head", "the high of bounds", torch.tensor(target.high), numbers)

@@ -71,12 +71,13 @@ def cost_of(
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a head: classes, tags or a bounded number."""
+    """The target of a head: classes, tags or a bounded number, which may be a count."""
 
     kind: Literal["class", "tags", "number"]
     outputs: int  # number of classes or tags, or 1
     low: float = 0.0  # public bounds of a number
     high: float = 1.0
+    counts: bool = False  # whether the output is the logarithm of a rate, over that of `start`
 
     @classmethod
     def of(cls, data: DataSet) -> "Target":
@@ -84,7 +85,7 @@ class Target:
         if data.score == "r2":
             assert data.schema is not None, 'the score "r2" needs a schema with bounds'
             assert data.schema.bounds is not None
-            return cls("number", 1, *data.schema.bounds)
+            return cls("number", 1, *data.schema.bounds, counts=data.schema.counts)
         return cls("tags" if data.train.tensors[1].is_floating_point() else "class", data.num_classes)
 
     @property
@@ -95,8 +96,15 @@ class Target:
     def half(self) -> float:
         return (self.high - self.low) / 2
 
+    @property
+    def start(self) -> float:
+        """The logarithm of the rate where a head for counts begins: between 1 and the largest."""
+        return math.log1p(self.high) / 2
+
     def prepared(self, labels: Tensor) -> Tensor:
-        """Return labels as `losses` takes them: numbers are cut to their bounds and moved to [-1, 1]."""
+        """Return labels as `losses` takes them: numbers are cut to their bounds; those but counts move to [-1, 1]."""
+        if self.counts:
+            return labels.double().clamp(self.low, self.high).float()
         if self.kind == "number":
             return ((labels.double().clamp(self.low, self.high) - self.middle) / self.half).float()
         return labels.float() if self.kind == "tags" else labels.long()
@@ -113,12 +121,22 @@ class Target:
             return F.cross_entropy(outputs, shares, reduction="none")
         if self.kind == "class":
             return F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
-        # Half of the squared error, in units of half the distance between the bounds.
         known = has_label(labels)
-        return (outputs.squeeze(-1) - torch.where(known, labels, 0)).square() / 2 * known
+        values, outputs = torch.where(known, labels, 0), outputs.squeeze(-1)
+        if self.counts:
+            # Half of Poisson's deviance, e^z - y z + y log y - y, over the root of the largest count, which is about
+            # the standard deviation of large ones. Beyond the largest rate it is linear, so that nothing overflows.
+            logs = outputs + self.start
+            above = (logs - math.log(self.high)).relu()
+            rates = (logs - above).exp() + self.high * above
+            return (rates - values * logs + torch.xlogy(values, values) - values) / math.sqrt(self.high) * known
+        # Half of the squared error, in units of half the distance between the bounds.
+        return (outputs - values).square() / 2 * known
 
     def decoded(self, outputs: Tensor) -> Tensor:
-        """Return classes (n,), the likeliest tags (n, 5) in their order, or numbers (n,)."""
+        """Return classes (n,), the likeliest tags (n, 5) in their order, or numbers or rates of counts (n,)."""
+        if self.counts:
+            return (outputs.squeeze(-1) + self.start).exp().clamp(self.low, self.high)
         if self.kind == "number":
             return self.middle + self.half * outputs.squeeze(-1).clamp(-1, 1)
         return outputs.argmax(-1) if self.kind == "class" else outputs.topk(min(_MOST_TAGS, self.outputs)).indices

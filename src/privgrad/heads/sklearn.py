@@ -331,6 +331,7 @@ class _Tabular(_Private):
     """The declaration, the training and the outputs of both models of a table."""
 
     columns: Mapping[str, Mapping[str, Any]] | str | os.PathLike[str] | None = None
+    interactions: Sequence[Sequence[str]] = ()
     unit: str | None = None
     max_rows: int | None = None
     hidden: int | None = None
@@ -339,6 +340,7 @@ class _Tabular(_Private):
     def _fit_table(self, X: Table, y: Any, rates: Array | None = None, **target: Any) -> None:  # noqa: N803
         """Train a head on the codes of X, and tell what was chosen."""
         function, unit = type(self).__name__, {"unit": self.unit, "max_rows": self.max_rows}
+        declared = {"columns": self._declared(function), "interactions": self.interactions}
         cells, label = _by_name(function, X), f"{y if isinstance(y, str) else getattr(y, 'name', None) or _LABEL}"
         if not isinstance(y, str):
             if getattr(y, "ndim", 1) != 1 or not hasattr(y, "__len__"):
@@ -347,7 +349,7 @@ class _Tabular(_Private):
             cells |= {label: y}
         floats = {name: np.asarray(own) for name, own in cells.items() if getattr(own, "dtype", None) in (float, "f4")}
         warn_of_fitted_scale(function, {f"column {name}": own for name, own in floats.items() if name != label})
-        data = table(cells, columns=self._declared(function), label=label, **unit, **target)
+        data = table(cells, **declared, label=label, **unit, **target)
         assert data.schema is not None
         bounds, width = data.schema.bounds, width_of(data.schema)
         hidden, why = self.hidden, "as given"
@@ -357,7 +359,13 @@ class _Tabular(_Private):
             hidden, why = table_hidden(self._count, total, of_numbers=bounds is not None)
         of_target = {"num_classes": data.num_classes} if bounds is None else {"bounds": bounds}
         source = "codes of the declared columns"
-        options = {"classes": data.classes, "schema": data.schema, "source": source, "hidden": hidden}
+        options = {
+            "counts": data.schema.counts,
+            "classes": data.classes,
+            "schema": data.schema,
+            "source": source,
+            "hidden": hidden,
+        }
         codes, labels = data.train.tensors
         if rates is not None and labels.ndim > 1:
             raise expected(function, "class_weight", "to be None for persons, whose rows may differ in class", "a dict")
@@ -409,6 +417,7 @@ class PrivateTabularClassifier(_Classifier, _Tabular):
             num_examples is below 10,000, or 2 if it is also below 25 for each number, unless a column names its own.
             Missing values get a code, unless it has
             missing = "error". Columns that are not declared are not read.
+        interactions: pairs of columns that act together, as in `data.table`.
         classes: the public classes, in any order. They are not taken from y.
         class_weight: as in PrivateLogisticRegression, for unit = "row".
         unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
@@ -450,8 +459,11 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
     Args:
         label_bounds: the public smallest and largest label, known without y. Labels outside of them count as the
             nearest one.
-        columns, unit, max_rows, hidden, verbose, target_epsilon, delta, num_examples, steps, expected_batch_size,
-            max_grad_norm, noise_step, schedule, budget, output_dir, seed: as in PrivateTabularClassifier.
+        counts: whether labels are counts, with label_bounds from 0: the loss is then that of Poisson regression, and
+            predictions are rates.
+        columns, interactions, unit, max_rows, hidden, verbose, target_epsilon, delta, num_examples, steps,
+            expected_batch_size, max_grad_norm, noise_step, schedule, budget, output_dir, seed: as in
+            PrivateTabularClassifier.
     Attributes:
         choices_, n_iter_, epsilon_, head_: as in PrivateTabularClassifier.
     Privacy:
@@ -459,6 +471,7 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
     """
 
     label_bounds: tuple[float, float] | None = None
+    counts: bool = False
 
     def fit(self, X: Table, y: Any) -> Self:  # noqa: N803
         """Train on a table and the numbers of its rows: (n,), or the column's name.
@@ -467,11 +480,11 @@ class PrivateTabularRegressor(RegressorMixin, _Tabular):
             PrivacyError: as in PrivateTabularClassifier; nothing was spent.
         """
         self._require("columns", "label_bounds", "unit")
-        self._fit_table(X, y, bounds=self.label_bounds)
+        self._fit_table(X, y, bounds=self.label_bounds, counts=self.counts)
         return self
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """Return the number of each row, (n,), within label_bounds."""
+        """Return the number of each row, or the rate of its count, (n,), within label_bounds."""
         return self.head_.target.decoded(self._outputs(X)).double().numpy()
 
 
