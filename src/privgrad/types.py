@@ -297,12 +297,9 @@ class NoiseMemory:
     stream: str = ""
 
 
-_RELEASED = cast("MutableMapping[Tensor, bool]", WeakTensorKeyDictionary())  # what NoisyGradients have given out
-
-
-def is_released(gradient: Tensor) -> bool:
-    """Return whether a tensor is one of a NoisyGradient itself, and not computed from one."""
-    return gradient in _RELEASED
+RELEASED = cast(
+    "MutableMapping[Tensor, bool]", WeakTensorKeyDictionary()
+)  # tensors that gradients gave out, as they are
 
 
 @dataclass(frozen=True)
@@ -335,7 +332,7 @@ class NoisyGradient(Mapping[str, Tensor]):
     side_information: str | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        _RELEASED[self.tensors[name]] = True
+        RELEASED[self.tensors[name]] = True
         return self.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -371,4 +368,4 @@ class NoisyGradient(Mapping[str, Tensor]):
             raise expected("NoisyGradient.assign", "model", "to be the one that PrivateGradient was given", got)
         for name, value in self.items():
             parameters[name].grad = own = value.to(parameters[name].dtype)
-            _RELEASED[own] = True
+            RELEASED[own] = True

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from privgrad.accounting.accountant import rounded_up
 from privgrad.gradient.functional import Structure
 from privgrad.ledger.ledger import Ledger
-from privgrad.types import is_released
+from privgrad.types import RELEASED
 
 _NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
 _LOADED = (
@@ -112,7 +112,7 @@ def _is_moved(parameter: Tensor) -> bool:
     """Return whether a parameter of a private training has a `.grad` that was not released; ours leave none."""
     if parameter not in _OF_PARAMETERS or hasattr(parameter, "summed_grad"):  # Opacus' own, which has noise
         return False
-    return parameter.grad is not None and not is_released(parameter.grad)
+    return parameter.grad is not None and parameter.grad not in RELEASED
 
 
 def is_trained(parameter: nn.Parameter) -> bool:
