@@ -31,14 +31,14 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3674,  # what was released; `fix`; plans in epochs, whose batch size is their mean, and for attacks
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
-        "checks": 1869,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
+        "checks": 1871,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
         "cli": 630,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1585,  # columns of persons; few odd values; labels that are numbers; categories of pandas; knots
         "diagnostics": 685,
-        "engine": 7284,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
+        "engine": 7285,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
         "features": 1857,  # hat codes; short names of models
-        "gradient": 3010,  # the function that hides a parameter; gradients that are handed over; canaries
+        "gradient": 3018,  # casts in double precision; the function that hides a parameter; gradients that are handed over; canaries
         "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
         "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1490,  # steps of an ordinary loop; a budget reads each line back; epochs begun are whole ones
@@ -52,9 +52,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "training": 2337,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
-        "(root)": 3854,  # old files are rewritten; differences of paired seeds; labels that are numbers; knots
+        "(root)": 3869,  # what is only shown; old files are rewritten; differences of seeds; labels that are numbers; knots
         "cli": 623,  # `doctor --rewrite`; moves a folder aside; the metric by its name
-        "data": 1914,
+        "data": 1911,
         "models": 291,
         "papers": 840,
         "report": 1266,  # the metric asked for first, differences, runs without noise; plots as SVG

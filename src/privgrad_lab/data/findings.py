@@ -91,7 +91,7 @@ def of_table(
         remedy = "harmless within one person; a person under two names is protected less"
     found += _finding("", "the same declared columns as an earlier row", again, remedy)
     if schema.identifier is not None:  # rows without an identifier are no unit
-        rows_of = _named(keys)
+        rows_of = {key: rows for key, rows in rows_by_key(keys).items() if not is_nobody(key)}
         keys = list(rows_of)
         if schema.by_person:
             found += _of_persons(name, list(rows_of.values()), schema.max_rows or 1)
@@ -189,11 +189,6 @@ def _of_persons(name: str, rows_of: Sequence[Sequence[int]], most: int) -> list[
     found = _finding(name, what, several, "unit protects them together; num_examples counts persons")
     remedy = f"rows after the first {most} are dropped; max_rows must be a public number"
     return found + _finding(name, f"persons with more than max_rows = {most} rows", beyond, remedy)
-
-
-def _named(keys: Iterable[str]) -> dict[str, list[int]]:
-    """Return the rows of each key that names a unit, from 0."""
-    return {key: rows for key, rows in rows_by_key(keys).items() if not is_nobody(key)}
 
 
 def _training(path: Path, keys: Iterable[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:
