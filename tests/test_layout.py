@@ -36,9 +36,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1585,  # columns of persons; few odd values; labels that are numbers; categories of pandas; knots
         "diagnostics": 685,
-        "engine": 7285,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
+        "engine": 7298,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
         "features": 1857,  # hat codes; short names of models
-        "gradient": 3018,  # casts in double precision; the function that hides a parameter; gradients that are handed over; canaries
+        "gradient": 3018,  # casts in double precision; the function that hides a parameter; gradients handed over
         "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
         "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
         "ledger": 1490,  # steps of an ordinary loop; a budget reads each line back; epochs begun are whole ones
@@ -52,7 +52,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "training": 2337,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
-        "(root)": 3869,  # what is only shown; old files are rewritten; differences of seeds; labels that are numbers; knots
+        "(root)": 3869,  # what is only shown; old files are rewritten; differences of seeds; numbers as labels
         "cli": 623,  # `doctor --rewrite`; moves a folder aside; the metric by its name
         "data": 1911,
         "models": 291,
