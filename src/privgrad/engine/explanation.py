@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -229,9 +229,11 @@ def parts_of(model: nn.Module, uses: Mapping[str, Use]) -> list[Part]:
 
 def _makers_of_weights(module: nn.Module) -> str:
     """Return what computes weights of a module from others, such as "WeightNorm"; "" if nothing of torch does."""
-    held = [module] if isinstance(module, ParametrizationList) else getattr(module, "parametrizations", {}).values()
-    made = [type(one).__name__ for several in held for one in several]
-    made += [type(hook).__name__ for hook in module._forward_pre_hooks.values() if hasattr(hook, "compute_weight")]
+    is_list = isinstance(module, ParametrizationList)
+    own: Iterable[Any] = [module] if is_list else getattr(module, "parametrizations", {}).values()
+    hooks: Iterable[Any] = vars(module)["_forward_pre_hooks"].values()
+    made = [type(one).__name__ for several in own for one in several]
+    made += [type(hook).__name__ for hook in hooks if hasattr(hook, "compute_weight")]
     return " and ".join(dict.fromkeys(name.strip("_") for name in made))
 
 
