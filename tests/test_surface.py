@@ -203,6 +203,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "applies_scales": "= False",
         "keeps_order": "= True",
         "canaries": "= 0",
+        "max_rows": "= None",
         "described": "self steps",
         "begun": "self",
         "losses": "self loss_fn",

@@ -238,8 +238,8 @@ class PrivateGradient:
         facts["research_seed"] = plan.seed is not None
         facts["side_information"] = "; ".join(source for source in sources if source) or None
         facts["perturbation"] = self._described(parts["perturb"]) if "perturb" in parts else None
-        if self._contribution.canaries:
-            facts["canaries"] = self._contribution.canaries
+        known = {name: getattr(self._contribution, name) for name in ("canaries", "max_rows")}
+        facts |= {name: value for name, value in known.items() if value}
         facts["norm_statistic"] = None if self._statistic is None else repr(self._statistic)
         facts["adaptive_clip"] = None if self._adaptive is None else repr(self._adaptive)
         facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)

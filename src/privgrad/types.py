@@ -4,13 +4,14 @@ Each type carries the facts that its receiver needs, such as the sensitivity of 
 are frozen dataclasses.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, keystr, register_pytree_node, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from privgrad.errors import PrivacyError, described, expected
 
@@ -296,6 +297,11 @@ class NoiseMemory:
     stream: str = ""
 
 
+RELEASED = cast(
+    "MutableMapping[Tensor, bool]", WeakTensorKeyDictionary()
+)  # tensors that gradients gave out, as they are
+
+
 @dataclass(frozen=True)
 class NoisyGradient(Mapping[str, Tensor]):
     """A released gradient: a mapping from parameter name to a tensor of the parameter's shape.
@@ -326,6 +332,7 @@ class NoisyGradient(Mapping[str, Tensor]):
     side_information: str | None = None
 
     def __getitem__(self, name: str) -> Tensor:
+        RELEASED[self.tensors[name]] = True
         return self.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -360,4 +367,5 @@ class NoisyGradient(Mapping[str, Tensor]):
             got = f"a {type(model).__name__} without {', '.join(unknown)}"
             raise expected("NoisyGradient.assign", "model", "to be the one that PrivateGradient was given", got)
         for name, value in self.items():
-            parameters[name].grad = value.to(parameters[name].dtype)
+            parameters[name].grad = own = value.to(parameters[name].dtype)
+            RELEASED[own] = True

@@ -22,6 +22,7 @@ from privgrad.features.pretrained import pretrained
 from privgrad.gradient.functional import evaluating
 from privgrad.gradient.transform import Preconditioner
 from privgrad.heads.head import Target
+from privgrad.perturb import SampleGradient
 from privgrad.plan import PrivacyPlan
 from privgrad.precondition.public_gradient import PublicGradient
 from privgrad.private_gradient import PrivateGradient
@@ -197,6 +198,8 @@ def private_gradient(spec: Spec, model: nn.Module, plan: PrivacyPlan, data: Data
     run = spec.run
     losses = losses_for(data, views=run.augmentation_multiplicity, flip=None if run.flip == "none" else run.flip)
     speed: Any = {"engine": run.engine, "microbatch_size": run.microbatch_size, "memory_mb": run.memory_mb}
+    if data.by_person and isinstance(parts["perturb"], SampleGradient):
+        parts["perturb"] = SampleGradient("user", data.train.tensors[1].shape[1])
     return PrivateGradient(model, losses, plan, **speed, **parts)
 
 

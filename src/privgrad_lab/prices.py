@@ -107,7 +107,6 @@ def _price(way: Way, asked: _Asked) -> Price:
 
 
 def _plain(asked: _Asked) -> Price:
-    """Spend the whole total on one training."""
     sigma = asked.sigma(asked.rate, asked.steps)
     releases = (asked.trainings(sigma),)
     return Price("none", asked.count, sigma, None, None, releases, accounting.epsilon(releases, delta=asked.delta))

@@ -54,14 +54,31 @@ def _held(out: Path, description: str) -> str:
     if not path.exists():
         return "runs without their spec.json" if (out / "runs.jsonl").exists() else ""
     try:
-        old, new = (old_spelling.canonical(json.loads(text)) for text in (path.read_text(), description))
+        old, new = (_of_trainings(old_spelling.canonical(json.loads(text))) for text in (path.read_text(), description))
     except (TypeError, ValueError):
         return "a spec.json that cannot be read"
-    # The paper's numbers do not count: no training depends on them.
-    keys = [key for key in {**old, **new} if key != "paper" and old.get(key) != new.get(key)]
-    # The name of a function does not count either: it may have moved since. Only the function counts.
-    keys = [key for key in keys if _resolved(old.get(key)) != _resolved(new.get(key))]
+    # The name of a function does not count: it may have moved since. Only the function counts.
+    keys = [key for key in {**old, **new} if _resolved(old.get(key)) != _resolved(new.get(key))]
     return f"runs of a spec with a different {', '.join(keys)}" if keys else ""
+
+
+def _of_trainings(described: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a description that decides numbers: not what is only shown, nor in which order."""
+    run = {name: value for name, value in described.get("run", {}).items() if name != "tensorboard"}
+    found = {name: value for name, value in described.items() if name not in ("title", "paper")}
+    if "total_epsilon" not in described.get("privacy", {}):  # in a private comparison, the order decides the draw
+        run["metrics"] = sorted(run.get("metrics", ()))
+        found["methods"] = sorted(described.get("methods", ()), key=lambda method: method["name"])
+    return found | {"run": run}
+
+
+def arranged(spec: Spec, records: Sequence[Record]) -> list[Record]:
+    """Return records in the order of a spec's methods; the metrics of a comparison in the order of its metrics."""
+    methods, asked = [method.name for method in spec.methods], spec.run.metrics
+    for record in records:
+        if (own := record.get("metrics")) and "test_interval" not in record:  # which is that of the first metric then
+            record["metrics"] = {name: own[name] for name in sorted(own, key=(*asked, *own).index)}
+    return sorted(records, key=lambda record: methods.index(record["method"]))
 
 
 def _resolved(value: Any) -> Any:
@@ -115,15 +132,18 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Mean and standard deviation (ddof = 1) are over the final runs. A mean is None unless every final run has the
     number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon. The shares
     raw_clip_fraction and raw_least_clipped are NOT private, and None for private runs. "lead" is the metric asked for
-    first, and "difference" compares it with that of the first method, as `difference` does.
+    first, and "difference" compares it with that of the first method, as `difference` does; "differences" has them all.
     """
     records = list(records)
     methods, key = by_method(records), leading(records)
-    rows: list[dict[str, Any]] = [summary_row(method, runs) | {"difference": None} for method, runs in methods.items()]
+    keys = dict.fromkeys(["test_accuracy", "test_loss", *(one for run in records for one in run.get("metrics") or ())])
+    none = {"difference": None, "differences": {}}
+    rows: list[dict[str, Any]] = [summary_row(method, runs) | none for method, runs in methods.items()]
     judged = [row for row in rows if row["seeds"] and not row["non_private"]]
     finals = [in_phase(methods[f"{row['method']}"], "final") for row in judged]
     for row, runs in zip(judged[1:], finals[1:], strict=True):
-        row["difference"] = difference(runs, finals[0], key)
+        row["differences"] = {name: difference(runs, finals[0], name) for name in keys}
+        row["difference"] = row["differences"][key]
     return rows
 
 
@@ -146,7 +166,7 @@ def difference(runs: Sequence[Record], others: Sequence[Record], key: str) -> di
 
     The 95 % interval is that of Student's t over the differences of the seeds. None without two finite differences.
     """
-    pairs = (zip((run.get("seed") for run in own), _led(own, key), strict=False) for own in (runs, others))
+    pairs = (zip((run.get("seed") for run in own), numbers(own, key), strict=False) for own in (runs, others))
     ours, theirs = map(dict[Any, float], pairs)
     gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or (gaps[0] and math.isclose(min(gaps), max(gaps))):
@@ -155,11 +175,6 @@ def difference(runs: Sequence[Record], others: Sequence[Record], key: str) -> di
     half = float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
     verdict = "level" if abs(center) <= half else "better" if (center > 0) != is_cost(key) else "worse"
     return {"to": others[0]["method"], "mean": center, "interval": [center - half, center + half], "verdict": verdict}
-
-
-def _led(runs: Sequence[Record], key: str) -> list[float]:
-    """Return the numbers that lead, by run; an empty list if any run lacks it."""
-    return numbers([{**(run.get("metrics") or {}), **run} for run in runs], key)
 
 
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
@@ -171,9 +186,8 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     # A rate is at the edge of those that were tried with the same C.
     tried["lr"] = {run["lr"] for run in tuning if run.get("max_grad_norm") == chosen["max_grad_norm"]}
     clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
-    measured: list[Record] = [run.get("metrics") or {} for run in finals]
-    led = _led(finals, leading(runs))
-    metrics = {name: numbers(measured, name) for name in dict.fromkeys(name for held in measured for name in held)}
+    led = numbers(finals, leading(runs))
+    named = dict.fromkeys(name for run in finals for name in run.get("metrics") or ())
     return {
         "method": method,
         "score": score_of(runs),
@@ -193,7 +207,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "test_accuracy_std": std(numbers(finals, "test_accuracy")),
         "test_loss_mean": mean(numbers(finals, "test_loss")),
         "test_loss_std": std(numbers(finals, "test_loss")),
-        "metrics": {name: {"mean": mean(values), "std": std(values)} for name, values in metrics.items()},
+        "metrics": {one: {"mean": mean(numbers(finals, one)), "std": std(numbers(finals, one))} for one in named},
         # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
         "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
@@ -278,8 +292,8 @@ def in_phase(records: Iterable[Record], phase: str) -> list[Record]:
 
 
 def numbers(runs: Sequence[Record], key: str) -> list[float]:
-    """Return the values of one key, or an empty list if any run lacks it."""
-    values = [run.get(key) for run in runs]
+    """Return the values of one key, or of one metric, or an empty list if any run lacks it."""
+    values = [{**(run.get("metrics") or {}), **run}.get(key) for run in runs]
     return [] if None in values else [float(value) for value in values if value is not None]
 
 

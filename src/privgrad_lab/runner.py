@@ -305,13 +305,13 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
     if find_record(recorded.read_records(out), run) is not None:
         note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")
     carry_out([run], Free(spec, out), data, progress)
-    return recorded.read_records(out)
+    return recorded.arranged(spec, recorded.read_records(out))
 
 
 def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
-    The records are in the order of their runs, also in out/runs.jsonl. Each training has its own ledger.
+    The records are in the order of the methods; out/runs.jsonl has that of the runs. Each training has its own ledger.
     """
     data, tuning = open_folder(spec, out), spec.tuning
     if any(record["seed"] is None for record in recorded.read_records(out)):  # a private run, without a research seed
@@ -320,7 +320,7 @@ def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[
     with bars(shown=progress) as bar:
         payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
         carry_out(_Research(spec, payer, bar).runs(), payer, data, bar)
-    return recorded.read_records(out)
+    return recorded.arranged(spec, recorded.read_records(out))
 
 
 class _Research:

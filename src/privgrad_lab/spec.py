@@ -134,7 +134,6 @@ class PrivacyTable(Table):
     @model_validator(mode="before")
     @classmethod
     def _by_epochs(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Take batch_size and epochs as PrivacyPlan.for_budget does."""
         own = {"expected_batch_size" if name == "batch_size" else name: value for name, value in given.items()}
         size, count, times = (own.get(name, 1) for name in ("expected_batch_size", "num_examples", "participations"))
         if "epochs" in own and "steps" not in own and {type(size), type(count), type(times)} == {int} and times > 0:

@@ -382,6 +382,33 @@ def test_a_simulation_is_never_reported_with_a_finite_epsilon(here: Here, tmp_pa
     assert "a different privacy" in here("train", "one.toml", code=2).stderr
 
 
+def test_a_comparison_goes_on_after_what_is_shown_has_changed(here: Here, tmp_path: Path):
+    one = SIGMA.replace("lr = [0.01, 0.1]", "lr = [0.1]").replace(
+        "seeds = [0, 1]", 'seeds = [0, 1]\nmetrics = ["squared_error", "recall@2"]'
+    )
+    head, first, second = re.split(r"(?=\[\[methods)|(?=\[tuning)", one)[:3]
+    rest = one.removeprefix(head + first + second)
+    (tmp_path / "one.toml").write_text(one)
+    before = last_json(here("compare", "one.toml", "--json"))["methods"]
+    assert [row["method"] for row in before] == ["DP-SGD", "DP-AdamBC"]
+    lines = (tmp_path / "runs/one/runs.jsonl").read_text()
+    other = (head.replace('"test"', '"Another title"') + second + first + rest).replace(
+        '["squared_error", "recall@2"]', '["recall@2", "squared_error"]\ntensorboard = false'
+    )
+    (tmp_path / "one.toml").write_text(other)
+    after = last_json(here("compare", "one.toml", "--json"))["methods"]
+    assert (tmp_path / "runs/one/runs.jsonl").read_text() == lines
+    assert [row["method"] for row in after] == ["DP-AdamBC", "DP-SGD"]
+    assert (before[1]["difference"]["to"], after[1]["difference"]["to"]) == ("DP-SGD", "DP-AdamBC")
+    assert set(before[1]["differences"]) == {"squared_error", "recall@2", "test_accuracy", "test_loss"}
+    means = [rows[1]["differences"]["recall@2"]["mean"] for rows in (before, after)]
+    assert means[0] == pytest.approx(-means[1])
+    assert after[1]["difference"] == after[1]["differences"]["recall@2"]  # which is named first now
+    assert "Another title" in (tmp_path / "runs/one/index.html").read_text()
+    (tmp_path / "one.toml").write_text(other.replace("steps = 6", "steps = 7"))
+    assert "a different privacy" in here("compare", "one.toml", code=2).stderr
+
+
 BAD_SPECS = {
     "unknown option, nearest named": (
         "expected_batch_size = 120",

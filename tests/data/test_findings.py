@@ -80,6 +80,14 @@ def test_persons_with_several_rows_are_counted(visits: Path):
     )
 
 
+def test_a_training_says_as_the_doctor_that_persons_have_several_rows(visits: Path):
+    schema: dict[str, Any] = SCHEMA | {"columns": {"visit": {"kind": "number", "range": [0, 9]}}}
+    visits.write_text(VISITS.replace("maybe", "yes"))
+    with pytest.warns(UserWarning, match="column 'patient' has 6 values in 7 rows, and unit is 'row'") as told:
+        data.table(visits, unit="row", **schema)
+    assert len(told) == 1
+
+
 def test_declared_codes_for_missing_and_other_values_do_not_block(visits: Path):
     columns = SCHEMA["columns"] | {
         "pressure": SCHEMA["columns"]["pressure"] | {"missing": "category"},
@@ -181,6 +189,7 @@ def told(path: str) -> dict[str, Any]:
     return json.loads(CliRunner().invoke(app, ["doctor", path, "--json"]).stdout.splitlines()[-1])
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE. column")  # of persons
 @pytest.mark.parametrize(
     ("unit", "units"), [('unit = "person"\nmax_rows = 4\n', "persons"), ('unit = "row"\nrow_id = "row"\n', "rows")]
 )

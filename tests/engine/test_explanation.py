@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import privgrad as pg
 from conftest import make_plan
@@ -325,3 +326,11 @@ def test_experts_without_examples():
     with pytest.raises(pg.PrivacyError, match="with zero rows too"):
         pg.PrivateGradient(Routed(skips=True), losses, plan)(batch)
     assert pg.PrivateGradient(Routed(skips=False), losses, plan)(batch)["experts.0.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_what_computes_weights_from_weights_is_named(normalized: Callable[[nn.Module], nn.Module]):
+    model = nn.Sequential(normalized(nn.Linear(400, 400)), nn.Linear(400, 2))
+    (row,) = pg.explain(model, lambda m, x: m(x).square().sum(1), torch.randn(8, 400)).rows()
+    assert row["why"].endswith("; SpectralNorm computes the weights")
+    assert row["remedy"] == "leave out SpectralNorm"

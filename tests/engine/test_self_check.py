@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -518,3 +519,32 @@ def test_gram_and_inner_products_of_a_parameter_without_dimensions():
         torch.testing.assert_close(factor.gram(), rows[:, None] * rows[None])
         torch.testing.assert_close(factor.norms(), rows.abs())
         torch.testing.assert_close(factor.inner_products(torch.tensor(2.0, dtype=torch.float64)), 2 * rows)
+
+
+class Casts(nn.Module):
+    """A regression that casts its input, as most models of pixels do; `mixes` adds a mean over a batch."""
+
+    def __init__(self, *, mixes: bool = False) -> None:
+        super().__init__()
+        self.body, self.mixes = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(0.5 * (x.to(torch.float32) + x.float())).squeeze(-1)
+        return found + 1e-3 * found.mean() if self.mixes else found
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_model_that_casts_its_input_is_refused_only_if_it_is_wrong(mixes: bool):
+    """Near the labels a squared error consists of rounding errors, which differ between a batch and its examples."""
+    torch.manual_seed(0)
+    model, inputs = Casts(mixes=mixes), torch.randint(0, 255, (100, 5))
+    labels = model(inputs).detach() * (1 + 1e-5 * torch.randn(100))
+
+    def squared(model: nn.Module, examples: Any) -> Tensor:
+        return (model(examples[0]) - examples[1]).square()
+
+    plan = make_plan(sample_rate=1.0, expected_batch_size=100, num_examples=100)
+    private_grad = pg.PrivateGradient(model, squared, plan)
+    batch = next(iter(plan.batches(TensorDataset(inputs, labels))))
+    with pytest.raises(pg.PrivacyError) if mixes else nullcontext():
+        private_grad(batch)

@@ -416,6 +416,7 @@ def test_weights_of_classes_and_rows_move_what_is_drawn():
             clone(model).fit(rows, votes, sample_weight=np.full(400, weight))
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE. column")  # of persons
 def test_weights_of_the_classes_of_a_table():
     pd = pytest.importorskip("pandas")
     rows, votes = people()

@@ -482,6 +482,15 @@ def test_differences_are_of_paired_seeds() -> None:
     assert [row["difference"] for row in summarize([final("A"), final("B")])] == [None, None]  # one seed
     lost = [final("A", seed, 0.9) for seed in (0, 1)] + [final("B", 0, 0.8), final("B", 1, None)]
     assert summarize(lost)[1]["difference"] is None
+    for record in records:
+        record["metrics"] = {"auc": 1 - record["test_accuracy"]}
+    (_, row, _), (lead, *_) = summarize(records), [row["difference"] for row in summarize(records)][1:]
+    assert list(row["differences"]) == ["test_accuracy", "test_loss", "auc"]
+    assert row["differences"]["auc"] == lead
+    assert (lead["verdict"], row["differences"]["test_accuracy"]) == ("worse", b)
+    assert row["differences"]["test_loss"]["verdict"] == "level"
+    for record in records:
+        del record["metrics"]
     told = " ".join(printed(records).split())
     assert "Differences are to A, paired by seed, with 95 % intervals (t)." in told
     assert "better" in columns(printed(records))["accuracy"]

@@ -294,8 +294,9 @@ def test_papers_numbers_are_those_of_one_item():
 def test_a_folder_goes_on_after_the_papers_numbers_have_changed(tmp_path: Path):
     claim(tmp_path, '{"title": "one", "paper": {"A": {}}}')
     claim(tmp_path, '{"title": "one"}')
-    with pytest.raises(pg.PrivacyError, match="a different title"):
-        claim(tmp_path, '{"title": "two"}')
+    claim(tmp_path, '{"title": "two"}')
+    with pytest.raises(pg.PrivacyError, match="a different data"):
+        claim(tmp_path, '{"title": "two", "data": {}}')
 
 
 def test_a_grid_that_diverged_whole_grows_downwards():

@@ -60,6 +60,55 @@ def test_a_saved_model_that_was_loaded_is_named_by_the_next_save(tmp_path: Path)
     )
 
 
+def raw_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+    model(rows).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["instead", "between", "after"])
+def test_steps_of_an_ordinary_loop_get_a_warning_and_are_stated(how: str, tmp_path: Path):
+    model, plan = make_model(), make_plan(delta=1e-3, steps=2)
+    private_grad, rows = pg.PrivateGradient(model, loss_fn, plan), torch.ones(3, 5)
+    ours, other = pg.optim.SGD(model.named_parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, last = plan.batches(make_data())
+    grad = private_grad(batch)
+    if how != "instead":
+        ours.step(grad=grad)
+    with pytest.warns(UserWarning, match="SGD moved the weights by gradients that were not released") as told:
+        raw_step(model, other, rows)
+    assert len(told) == 1
+    if how == "between":
+        ours.step(grad=private_grad(last))
+    raw_step(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)  # warned of once
+    said = pg.save(model, tmp_path, ledger=private_grad.ledger)
+    assert "moved the weights by gradients that were not released" in said.sections[-1].sentences[1]
+
+
+@pytest.mark.parametrize("how", ["assigned", "by name", "scaled in place", "and a public loss", "public data before"])
+def test_other_optimizers_of_released_gradients_are_not_warned_of(how: str, tmp_path: Path):
+    model, plan = make_model(), make_plan(delta=1e-3, steps=2)
+    other, rows = torch.optim.Adam(model.parameters()), torch.ones(3, 5)
+    if how == "public data before":
+        raw_step(model, other, rows)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    for batch in plan.batches(make_data()):
+        grad = private_grad(batch)
+        if how == "by name":
+            for name, parameter in model.named_parameters():
+                parameter.grad = grad[name]
+        else:
+            grad.assign(model)
+        if "scaled" in how:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if "loss" in how:
+            model(rows).square().mean().backward()
+        other.step()
+    with torch.no_grad():  # post-processing
+        for parameter in model.parameters():
+            parameter.mul_(0.5).round_(decimals=3)
+    assert "moved the weights" not in str(pg.save(model, tmp_path, ledger=private_grad.ledger))
+
+
 def counts(model: nn.Module) -> list[int]:
     return sorted(ledger.releases for ledger in pg.ledgers_of(model))
 

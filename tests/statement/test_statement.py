@@ -16,6 +16,7 @@ from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting.accountant import Release, attack_success, rounded_up
 from privgrad.accounting.mechanisms import Selection
 from privgrad.cli import app
+from privgrad.heads import fit_head
 from privgrad.noise import Banded
 from privgrad.statement import About, budget_statement, statement
 from privgrad.statement.registry import registry_record
@@ -124,7 +125,7 @@ def test_what_weakens_the_protection_is_said_first():
 def test_epochs_are_described_with_the_proof_that_they_rest_on():
     said = " ".join(str(statement([trained(sampling="epochs")])).split())
     assert "Each row was in 1 of the 4 steps of each epoch, drawn for it alone." in said
-    assert "An epoch that was begun counts as a whole one." in said
+    assert "An epoch that was begun counts as a whole one. 1 epoch was begun." in said
     assert "The other bound (RDP) does not cover epochs." in said
     assert "Epochs (random allocation): proof not reviewed independently. Epsilon rests on it." in said
     assert "Poisson sampling" not in said
@@ -272,11 +273,7 @@ def test_a_record_for_the_registry_has_its_fields(tmp_path: Path):
 
 
 def test_people_are_called_people():
-    plan = pg.PrivacyPlan.for_users(
-        num_users=30, expected_cohort_size=5, rounds=2, max_update_norm=1.0, delta=1e-3, noise_multiplier=1.0
-    )
-    ledger = pg.Ledger()
-    ledger.bind(plan.public_facts)
+    ledger = ledger_of_people()
     text = str(statement([ledger]))
     assert "Nothing has been released" in text
     assert "Quote epsilon" not in text
@@ -286,6 +283,32 @@ def test_people_are_called_people():
         pg.PrivacyError, match="the same unit, got add or remove one example and add or remove one user"
     ):
         statement([ledger, trained()])
+
+
+def test_the_rows_of_a_person_that_are_used_are_stated():
+    def of_heads(*rows: int, alone: bool = False) -> str:
+        made: list[pg.Ledger] = []
+        for most in rows:
+            features, labels = torch.ones(20, most, 3), torch.zeros(20, most, dtype=torch.int64)
+            options: Any = {"num_classes": 2, "target_epsilon": 3.0, "delta": 1e-3, "num_examples": 20, "steps": 2}
+            head = fit_head(features, labels, source="public rows", progress=False, **options)
+            assert head.result is not None
+            made.append(head.result.ledger)
+        return str(statement([*made, *([ledger_of_people()] if alone else [])], appendix="nist"))
+
+    said = "At most 4 rows of a person are used"
+    assert of_heads(4).count(said) == 2
+    assert said in of_heads(3, 4)
+    assert "rows of a person are used" not in of_heads(4, alone=True)  # where not all are known
+
+
+def ledger_of_people() -> pg.Ledger:
+    plan = pg.PrivacyPlan.for_users(
+        num_users=30, expected_cohort_size=5, rounds=2, max_update_norm=1.0, delta=1e-3, noise_multiplier=1.0
+    )
+    ledger = pg.Ledger()
+    ledger.bind(plan.public_facts)
+    return ledger
 
 
 def test_a_statement_needs_a_plan_and_one_delta():

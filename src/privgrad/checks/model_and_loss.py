@@ -37,6 +37,7 @@ from privgrad.gradient.contribution import OwnExamples
 from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
 from privgrad.gradient.probes import (
     FOUR,
+    InDouble,
     doubled,
     few_of,
     four_of,
@@ -381,7 +382,8 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
         return False
     try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision
         twin = copy.deepcopy(model).double()
-        alone, together = (losses_on_copies(twin, loss_fn, map_examples(doubled, some)) for some in (few, examples))
+        with InDouble():
+            alone, together = (losses_on_copies(twin, loss_fn, map_examples(doubled, some)) for some in (few, examples))
         return is_far(alone, together[own][: len(losses)])
     except Exception:  # for instance a loss that accepts single precision only
         return True

@@ -28,9 +28,14 @@ class Frame(Protocol):
 
 
 def read_columns(
-    function: str, given: Any, names: Sequence[str], *, table: str | None = None, others: bool = False
+    function: str,
+    given: Any,
+    names: Sequence[str],
+    *,
+    table: str | None = None,
+    others: Callable[[str], object] | None = None,
 ) -> tuple[str, dict[str, list[str]]]:
-    """Return the name of a table, given as in `data.table`, and the texts of each named column, or also of `others`."""
+    """Return the name of a table, given as in `data.table`, and the texts of named columns and of `others`."""
     path = Path(given) if hasattr(given, "__fspath__") or isinstance(given, str) else None
     name = f"the {type(given).__name__}" if path is None else path.name
     is_sqlite = path is not None and path.suffix.lower() in (".sqlite", ".db")
@@ -69,14 +74,15 @@ def records_of(table: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _chosen(function: str, source: str, names: Sequence[str], others: bool, present: list[str]) -> list[str]:
+def _chosen(function: str, source: str, names: Sequence[str], others: Any, present: list[str]) -> list[str]:
     for name in names:
         if present.count(name) != 1:
             condition = "to differ" if name in present else "to include every declared one"
             remedy = did_you_mean(name, present, f"correct the name; the columns are {', '.join(present)[:200]}")
             remedy = "rename one" if name in present else remedy
             raise expected(function, f"the columns of {source}", condition, repr(name), remedy)
-    return list(dict.fromkeys(present if others else names))
+    more = [name for name in present if present.count(name) == 1 and others(name)] if others is not None else []
+    return list(dict.fromkeys([*names, *more]))
 
 
 def _csv(function: str, path: Path, choose: Choose) -> Columns:

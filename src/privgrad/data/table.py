@@ -3,9 +3,10 @@
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -29,6 +30,11 @@ Texts = Mapping[str, Sequence[str]]  # of all rows, by the name of the column
 _LONGEST_KEY = 64  # bytes, of BLAKE2b
 _LATER = ("bounds", "counts", "interactions")  # options that older declarations do not have
 _EQUAL = 1e-2  # relative difference of codes in half precision
+_OF_PERSONS = re.compile(
+    r"(?:^|[\W_])(?:id|nr|person|patient|user|customer|client|member|subject|student|employee|account|name|email|ssn)s?"
+    r"(?:$|[\W_])",
+    re.IGNORECASE,
+)
 
 
 def is_rows(values: Any) -> bool:
@@ -179,7 +185,7 @@ def table(
     declared |= {"counts": counts, "interactions": interactions}
     schema = schemas.schema_of("table", **declared, unit=unit, max_rows=max_rows, row_id=row_id)
     split = Split("table", schema.identifier, test, test_share, validation_share, split_key, test_every)
-    own = _read(schema, path, table)
+    own = _read(schema, path, table, others=_OF_PERSONS.search)
     chosen = split.parts(own.name, own.units)
     require_training("table", own.name, "unit", chosen)
     parts: dict[Any, Any] = {part: _tensors(schema, own, rows) for part, rows in chosen.items()}
@@ -310,9 +316,11 @@ def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0
     return split.part(schemas.person_of(unit) if isinstance(unit, str) else unit)
 
 
-def _read(schema: Schema, given: Any, table: str | None) -> _Content:
+def _read(schema: Schema, given: Any, table: str | None, others: Callable[[str], object] | None = None) -> _Content:
     """Return the content of a table; units are in the order of their first rows, with at most max_rows rows each."""
-    source, texts = read_columns("table", given, schema.names, table=table)
+    source, texts = read_columns("table", given, schema.names, table=table, others=None if schema.by_person else others)
+    for name, fault in persons_in_rows(schema, texts):
+        warnings.warn(f"NOT PRIVATE: column {name!r} has {fault.what}: {fault.remedy}", stacklevel=1)
     labels = _taken("table", source, schema.target, texts)
     values = {name: _taken("table", source, column, texts) for name, column in schema.columns.items()}
     for column, own in ((schema.target, labels), *((one, values[name]) for name, one in schema.columns.items())):
@@ -323,6 +331,18 @@ def _read(schema: Schema, given: Any, table: str | None) -> _Content:
     if schema.by_person:
         units = [(key, rows[: schema.max_rows]) for key, rows in schemas.rows_by_key(keys).items()]
     return _Content(source, _codes(schema, values), torch.tensor(labels), units)
+
+
+def persons_in_rows(schema: Schema, texts: Texts) -> Iterator[tuple[str, Fault]]:
+    """Yield each column that is not declared and seems to name persons, with the rows of persons that came before."""
+    unused = [name for name in texts if name not in schema.names]
+    for name in () if schema.by_person else filter(_OF_PERSONS.search, unused):
+        keys = schemas.rows_by_key(map(schemas.person_of, texts[name]))
+        named = [rows for key, rows in keys.items() if not schemas.is_nobody(key)]
+        if again := sorted(row for rows in named for row in rows[1:]):
+            what = f"{len(named):,} values in {sum(map(len, named)):,} rows, and unit is 'row'"
+            remedy = f'if it identifies persons, set unit = "{name}": several rows of a person are protected less'
+            yield name, Fault(what, "to be declared as unit", again, remedy, "warning")
 
 
 def warn_of_private_ends(function: str, column: Column, values: Sequence[Any]) -> None:

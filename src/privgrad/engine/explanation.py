@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.profiler import ProfilerActivity, profile
 
 from privgrad.checks.model_and_loss import Problem, check_loss, find_problems
@@ -218,10 +219,22 @@ def parts_of(model: nn.Module, uses: Mapping[str, Use]) -> list[Part]:
     total = sum(p.numel() for p in own.values())
     found = list[Part]()
     for (path, use), those in names.items():
-        kind, share = type(model.get_submodule(path)).__name__, sum(own[name].numel() for name in those) / total
-        remedy = "" if use.is_cheap else use.remedy
-        found.append(Part(path, kind, use.way, share, use.why, remedy, tuple(those), use.is_cheap))
+        module, share = model.get_submodule(path), sum(own[name].numel() for name in those) / total
+        why, remedy = use.why, "" if use.is_cheap else use.remedy
+        if why and (made := _makers_of_weights(module)):
+            why, remedy = f"{why}; {made} computes the weights", "" if use.is_cheap else f"leave out {made}"
+        found.append(Part(path, type(module).__name__, use.way, share, why, remedy, tuple(those), use.is_cheap))
     return sorted(found, key=lambda part: (list(WAYS).index(part.way), not part.is_cheap, part.share), reverse=True)
+
+
+def _makers_of_weights(module: nn.Module) -> str:
+    """Return what computes weights of a module from others, such as "WeightNorm"; "" if nothing of torch does."""
+    is_list = isinstance(module, ParametrizationList)
+    own: Iterable[Any] = [module] if is_list else getattr(module, "parametrizations", {}).values()
+    hooks: Iterable[Any] = vars(module)["_forward_pre_hooks"].values()
+    made = [type(one).__name__ for several in own for one in several]
+    made += [type(hook).__name__ for hook in hooks if hasattr(hook, "compute_weight")]
+    return " and ".join(dict.fromkeys(name.strip("_") for name in made))
 
 
 def _steps(

@@ -34,7 +34,7 @@ from privgrad.gradient.contribution import Use
 from privgrad.gradient.factor import Factor
 from privgrad.gradient.functional import Model, seeded, structure_of
 from privgrad.gradient.novelty import CheckSchedule
-from privgrad.gradient.probes import PROBED, doubled, few_of, secret_seed
+from privgrad.gradient.probes import PROBED, InDouble, doubled, few_of, secret_seed
 from privgrad.gradient.reference import Vmap
 from privgrad.gradient.refusals import (
     REMEDY,
@@ -487,6 +487,7 @@ class Factored:
         try:
             twin = Factored(copy.deepcopy(self._model).double(), self._loss_fn)
             twin._layouts.current.vmapped_units |= self._layouts.current.vmapped_units
-            yield twin
+            with InDouble():
+                yield twin
         except Exception:  # the check failed again, or, for instance, the loss accepts single precision only
             raise refusal from None

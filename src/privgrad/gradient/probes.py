@@ -135,6 +135,14 @@ def doubled(leaf: Tensor) -> Tensor:
     return leaf.double() if leaf.is_floating_point() else leaf
 
 
+class InDouble(TorchFunctionMode):
+    """A mode in which casts to single precision give double precision, for a model in double precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(torch.dtype, lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return (Tensor.double if func is Tensor.float else func)(*given[0], **given[1])
+
+
 def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
     """Return a comparison of losses that runs again in float32 if it meets half precision, which hides differences."""
 

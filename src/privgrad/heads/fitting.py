@@ -175,9 +175,10 @@ def fit_head(
     elif place is not None and place.exists() and place.stat().st_size:
         done = Ledger(place, read_only=True).next_step
     origin = f"features: {source}" if extractor is None else declared(extractor)
+    own_gradient = SampleGradient(unit, rows.shape[1] if rows.ndim == 3 else None)
     try:
         private_grad = PrivateGradient(
-            model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
+            model, target.losses, plan, perturb=own_gradient, ledger=ledger, side_information=origin
         )
         result = fit(private_grad, optimizer, data, scheduler=curve, output_dir=output_dir, progress=progress)
     finally:

@@ -423,7 +423,8 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
 
 def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise PrivacyError if a ledger holds other facts than those given."""
-    differing = [name for name, value in given.items() if held.get(name) != value]
+    new = {"max_rows"} - held.keys()  # which older files lack
+    differing = [name for name, value in given.items() if held.get(name) != value and name not in new]
     if not differing:
         return
     first = next((name for name in _REMEDIES if name in differing), "")
@@ -434,8 +435,8 @@ def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Non
         numbers = ", ".join(f"{value:g}" for value in memory["coefficients"])
         remedy += f"; correlation=Banded({memory['bands']}, ({numbers})) keeps its memory, for more steps too"
     old = ", ".join(str(held.get(name)) for name in differing)
-    new = ", ".join(str(given.get(name)) for name in differing)
-    raise expected("Ledger.bind", f"the plan's {', '.join(differing)}", f"to be as recorded ({old})", new, remedy)
+    got = ", ".join(str(given.get(name)) for name in differing)
+    raise expected("Ledger.bind", f"the plan's {', '.join(differing)}", f"to be as recorded ({old})", got, remedy)
 
 
 def _require_plan(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,15 +14,18 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.gradient.functional import Structure
 from privgrad.ledger.ledger import Ledger
+from privgrad.types import RELEASED
 
 _NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
 _LOADED = (
@@ -34,9 +37,10 @@ _LOADED = (
 class Lineage:
     """The ledgers of the trainings that a parameter, or a part of a module, went through."""
 
-    def __init__(self, ledgers: Iterable[Ledger] = (), loaded: Iterable[str] = ()) -> None:
+    def __init__(self, ledgers: Iterable[Ledger] = (), loaded: Iterable[str] = (), moved_by: str = "") -> None:
         self._ledgers = list(ledgers)
         self.loaded = list(loaded)  # epsilon and delta of the weights that were loaded, by their own statements
+        self.moved_by = moved_by  # the optimizer that used a gradient that was not released; "" if none did
 
     def __iter__(self) -> Iterator[Ledger]:
         return iter(self._ledgers)
@@ -52,7 +56,7 @@ class Lineage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lineage":
         """Return a lineage of its own, which later trainings of the copied module extend."""
-        return Lineage(self, self.loaded)
+        return Lineage(self, self.loaded, self.moved_by)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave an empty list in a pickle, which loads without privgrad. A ledger has one holder."""
@@ -60,6 +64,10 @@ class Lineage:
 
 
 _OF_PARAMETERS = cast("MutableMapping[Tensor, Lineage]", WeakTensorKeyDictionary())
+_MOVED = (
+    "{} moved the weights by gradients that were not released as they were. If private data were used for them, no "
+    "epsilon covers these weights."
+)
 
 
 def note_training(model: nn.Module | Structure, ledger: Ledger, moved: Collection[str] | None = None) -> None:
@@ -74,6 +82,37 @@ def note_training(model: nn.Module | Structure, ledger: Ledger, moved: Collectio
         return
     for lineage in _made_for(model.model if isinstance(model, Structure) else model, trained):
         lineage.add(ledger)
+    _watch_optimizers()
+
+
+# Fault: an ordinary loop, with a backward pass of its own, on a model that is trained privately.
+# Cost: in each step of an optimizer that is not ours, a look-up for each parameter.
+# Warns wrongly: gradients computed from released ones, by `clone` say; gradients of public data alone. Not seen: steps
+# without an optimizer of torch, and steps on a copy.
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Warn if an optimizer moved weights of a private training by another gradient than a released one."""
+    moved = [_OF_PARAMETERS[p] for group in optimizer.param_groups for p in group["params"] if _is_moved(p)]
+    if not moved or moved[0].moved_by:
+        return
+    for lineage in moved:
+        lineage.moved_by = type(optimizer).__name__
+    warnings.warn(
+        f"{_MOVED.format(type(optimizer).__name__)} Use an optimizer of privgrad.optim; or call grad.assign(model), "
+        "with the gradient that PrivateGradient returned, before the step of any other",
+        stacklevel=3,
+    )
+
+
+def _is_moved(parameter: Tensor) -> bool:
+    """Return whether a parameter of a private training has a `.grad` that was not released; ours leave none."""
+    if parameter not in _OF_PARAMETERS or hasattr(parameter, "summed_grad"):  # Opacus' own, which has noise
+        return False
+    return parameter.grad is not None and parameter.grad not in RELEASED
 
 
 def is_trained(parameter: nn.Parameter) -> bool:
@@ -137,6 +176,11 @@ def _lineages(model: nn.Module) -> list[Lineage]:
 def loaded_into(model: nn.Module) -> list[str]:
     """Return a sentence on each statement of weights that this process loaded into a model or its parts."""
     return list(map(_LOADED.format, said_of_loaded(model)))
+
+
+def said_of_moves(model: nn.Module) -> list[str]:
+    """Return a sentence on each optimizer that moved a model by gradients that were not released."""
+    return [_MOVED.format(name) for name in dict.fromkeys(held.moved_by for held in _lineages(model)) if name]
 
 
 def said_of_loaded(model: nn.Module) -> list[str]:

@@ -123,6 +123,12 @@ class Facts:
         return sum(plan.get("unused", 0) for plan in self.plans)
 
     @property
+    def max_rows(self) -> int | None:
+        """How many rows of a person the trainings used, at most; None if that of one is not known."""
+        held = [plan.get("max_rows") for plan in self.plans if "released" not in plan]
+        return max(filter(None, held), default=None) if all(held) else None
+
+    @property
     def is_on_grid(self) -> bool:
         """Whether all noise is known to lie on a grid."""
         return bool(self.plans) and all(plan.get("noise_on_grid") for plan in self.plans)

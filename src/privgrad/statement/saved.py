@@ -18,7 +18,7 @@ from privgrad.errors import described, expected, readable
 from privgrad.features.saving import require_place, safetensors, written_whole
 from privgrad.ledger.budget import Budget, is_budget
 from privgrad.ledger.ledger import Ledger
-from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded
+from privgrad.ledger.lineage import covers, ledgers_of, loaded_into, note_loaded, said_of_moves
 from privgrad.private_gradient import require_model
 from privgrad.processes import ALONE
 from privgrad.statement.text import About, Section, Statement, budget_statement, public_facts, statement
@@ -200,7 +200,8 @@ def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str |
         "If the training began with weights of an earlier private training, that one is counted only if its record was "
         "given too."
     ]
-    known = ledgers_of(model)
+    moves, known = said_of_moves(model), ledgers_of(model)
+    begun = [*moves, *begun]
     for held in known:
         if not any(_covers(record, held) for record in records):
             got = f"a training with {held.releases} releases, recorded in {held.path or 'memory'}"

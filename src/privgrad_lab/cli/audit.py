@@ -147,7 +147,6 @@ def _prepared(spec: Spec, method: MethodTable, data: DataSet) -> tuple[runner.Pr
 
 
 def _chosen(spec: Spec, methods: Sequence[str] | None) -> list[MethodTable]:
-    """Return the private methods of a spec, or the named ones."""
     known = {method.name: method for method in spec.methods}
     for name in methods or []:
         require_choice("privgrad audit", "method", name, list(known))

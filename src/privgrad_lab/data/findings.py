@@ -4,7 +4,6 @@ All that it returns is computed from the private rows without noise.
 """
 
 import hashlib
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,17 +13,12 @@ from typing import Any
 
 from privgrad.data.images import SUFFIXES, read_image, require_images, require_pillow, units_of
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import ROW, Fault, is_nobody, person_of, repeated, rows_by_key, schema_of
-from privgrad.data.table import Split, keys_of, warn_of_private_ends
+from privgrad.data.schema import ROW, Fault, is_nobody, repeated, rows_by_key, schema_of
+from privgrad.data.table import Split, keys_of, persons_in_rows, warn_of_private_ends
 from privgrad.errors import PrivacyError
 
 _SHOWN = 5  # example rows of a finding
 _SHOWN_COLUMNS = 10  # columns that are not used
-_OF_PERSONS = re.compile(
-    r"(?:^|[\W_])(?:id|nr|person|patient|user|customer|client|member|subject|student|employee|account|name|email|ssn)s?"
-    r"(?:$|[\W_])",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ def of_table(
     The arguments are those of `data.table`; `split` has those that divide the units, and is None for a test part.
     """
     schema = schema_of("doctor", **declared)
-    texts = read_columns("doctor", path, schema.names, table=table, others=True)[1]
+    texts = read_columns("doctor", path, schema.names, table=table, others=bool)[1]
     keys, faults = keys_of(schema, texts)
     name = f"{schema.identifier}"
     found: list[RawFinding] = []
@@ -97,16 +91,13 @@ def of_table(
         remedy = "harmless within one person; a person under two names is protected less"
     found += _finding("", "the same declared columns as an earlier row", again, remedy)
     if schema.identifier is not None:  # rows without an identifier are no unit
-        rows_of = _named(keys)
+        rows_of = {key: rows for key, rows in rows_by_key(keys).items() if not is_nobody(key)}
         keys = list(rows_of)
         if schema.by_person:
             found += _of_persons(name, list(rows_of.values()), schema.max_rows or 1)
     unused = [name for name in texts if name not in schema.names]
-    for other in () if schema.by_person else filter(_OF_PERSONS.search, unused):
-        named = list(_named(map(person_of, texts[other])).values())
-        what = f"{len(named)} values in {sum(map(len, named))} rows, and unit is 'row'"
-        remedy = f'if it identifies persons, set unit = "{other}": several rows of a person are protected less'
-        found += _finding(other, what, sorted(row for rows in named for row in rows[1:]), remedy)
+    for other, fault in persons_in_rows(schema, texts):
+        found += _finding(other, fault.what, fault.rows, fault.remedy)
     size = RawSize(
         rows=len(texts[schema.label]),
         kind="rows",
@@ -198,11 +189,6 @@ def _of_persons(name: str, rows_of: Sequence[Sequence[int]], most: int) -> list[
     found = _finding(name, what, several, "unit protects them together; num_examples counts persons")
     remedy = f"rows after the first {most} are dropped; max_rows must be a public number"
     return found + _finding(name, f"persons with more than max_rows = {most} rows", beyond, remedy)
-
-
-def _named(keys: Iterable[str]) -> dict[str, list[int]]:
-    """Return the rows of each key that names a unit, from 0."""
-    return {key: rows for key, rows in rows_by_key(keys).items() if not is_nobody(key)}
 
 
 def _training(path: Path, keys: Iterable[str | bytes], identifier: str | None, split: Mapping[str, Any]) -> int:

@@ -58,7 +58,8 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
         }
-        | ({"norm_statistic": "; ".join(sorted(statistics))} if statistics else {}),
+        | ({"norm_statistic": "; ".join(sorted(statistics))} if statistics else {})
+        | ({"max_rows": facts[0]["max_rows"]} if facts and facts[0].get("max_rows") else {}),  # one data set for all
         "total_epsilon": _total_epsilon(spec, private, out, ledgers),
         "doubts": doubts(list(ledgers.values())),
         "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
