@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3007,  # the function that hides a parameter; gradients that are handed over; canaries
         "heads": 1520,  # models of a table; hidden units; a search within one epsilon, transformers, weights of rows
-        "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
+        "integrations": 2152,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
         "ledger": 1440,  # a budget reads each line back before it writes it; epochs begun are whole ones; optimizers
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
@@ -48,8 +48,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
-        "statement": 957,  # what to give for a folder; epochs, trade-off curves, NIST, the registry
-        "training": 2337,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
+        "statement": 965,  # plans made at once; what to give for a folder; epochs, trade-off curves, NIST, the registry
+        "training": 2339,  # shards of a model and in checkpoints; what processes must have alike; rules for tables
     },
     "privgrad_lab": {
         "(root)": 3852,  # old files are rewritten; differences of paired seeds; labels that are numbers; knots

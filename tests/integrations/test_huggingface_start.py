@@ -98,7 +98,7 @@ def test_a_killed_training_says_what_it_has_spent_and_what_is_possible(tmp_path:
         killed.train()
     spent = rounded_up(killed.epsilon, 4)  # of the head too
     again = trainer_of(tmp_path, bert())
-    with pytest.raises(pg.BudgetExceededError, match=rf"got 1 releases .* cost epsilon = {spent} .*new folder"):
+    with pytest.raises(pg.BudgetExceededError, match=rf"got 1 releases .* cost epsilon = {spent};.*new folder"):
         again.train()
     with pytest.raises(pg.PrivacyError, match=r"got 0 in .* in another output_dir, .*: 1 steps were released here"):
         again.train(resume_from_checkpoint=True)

@@ -18,7 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils.import_utils import is_peft_available
 
-from privgrad.accounting.accountant import epsilon
+from privgrad.accounting.accountant import epsilon, rounded_up
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations import huggingface_models as models
@@ -73,7 +73,8 @@ class PrivateTrainer(Trainer):
             of num_examples; the steps are those of num_train_epochs or max_steps; and the clipping norm is 0.1, unless
             you typed another max_grad_norm.
         delta: in (0, 1), at most 1 / num_examples.
-        num_examples: the public number of examples, at most the true one.
+        num_examples: the public number of examples, at most the true one. With a larger one, epsilon holds as it is
+            stated, and batches are smaller than planned; if it is more than twice the true one, a warning says so.
         head_first: with target_epsilon, for texts of several classes: a private head is trained first, on the states
             of the model as it was given. It takes half of epsilon, has a ledger in output_dir/head, and the classifier
             starts from its weights. False: all of epsilon goes to the fine-tuning.
@@ -247,7 +248,9 @@ class PrivateTrainer(Trainer):
                 updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
                 self.private_step.load_state_dict(state, updates=updates)
             else:
-                self.private_step.require_unspent(*self.ledgers[:-1])
+                is_known = self.private_grad.ledger.releases and self._plan.delta is not None
+                cost = f", which cost epsilon = {rounded_up(self.epsilon, 4)}" if is_known else ""
+                self.private_step.require_unspent(cost)
             self._updates_of_best = None
             self._say_and_start(is_resumed=bool(resume_from_checkpoint))
             giving = self.private_step.optimizer.register_step_pre_hook(

@@ -25,7 +25,7 @@ from privgrad.training.external_loop import (
 )
 
 NOISE_STEP = 0.0025  # for pretrained layers; docs/choosing.md gives the evidence for layers and poolers
-ADAPTER_NOISE_STEP = 0.03  # for adapters; docs/integrations.md gives the evidence
+ADAPTER_NOISE_STEP = 0.015  # for adapters; docs/integrations.md gives the evidence
 POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder
 HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
 STARTED_NOISE_STEP = 0.01  # for a head that begins with the weights of a private one

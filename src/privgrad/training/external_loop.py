@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import nn
 
-from privgrad.accounting.accountant import epsilon, rounded_up
 from privgrad.checks.data import share_rows
 from privgrad.errors import BudgetExceededError, expected
-from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.contrib import require_separate
 from privgrad.parts import Parts
@@ -166,17 +164,11 @@ class ExternalLoopStep:
     def _facts(self) -> dict[str, Any]:  # that a checkpoint and the run that resumes from it must share
         return {"version": _VERSION, "seed": self.private_grad.plan.seed, "settings": self._settings}
 
-    def require_unspent(self, *before: Ledger) -> None:
-        """Raise BudgetExceededError if a new training would continue a ledger that already holds releases.
-
-        `before` are ledgers of what the training began with.
-        """
-        ledger, delta = self.private_grad.ledger, self.private_grad.plan.delta
-        if ledger.releases:
-            condition, got = "to be empty at the start of a training", f"{ledger.releases} releases in {ledger.path}"
-            if delta is not None:
-                charged = [one for held in (*before, ledger) for one in held.charged]
-                got += f", which cost epsilon = {rounded_up(epsilon(charged, delta=delta), 4)} at delta = {delta:g}"
+    def require_unspent(self, cost: str = "") -> None:
+        """Raise BudgetExceededError, with what it cost, if a new training would continue a ledger with releases."""
+        if spent := self.private_grad.ledger.releases:
+            condition = "to be empty at the start of a training"
+            got = f"{spent} releases in {self.private_grad.ledger.path}{cost}"
             remedy = f"resume from the last checkpoint, if one was written, or {NEW_FOLDER}"
             raise expected(self._function, "the ledger", condition, got, remedy, BudgetExceededError)
 
