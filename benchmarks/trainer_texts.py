@@ -1,25 +1,27 @@
 """Accuracy of PrivateTrainer by its defaults on 2,000 texts of three classes, next to heads on stored states.
 
 `python -m benchmarks.trainer_texts --data docstrings --way lora --seed 0` appends a line to
-results/fine-tuning/trainer.jsonl, unless the file holds it. Defaults were chosen on `docstrings`: sentences of the
-documentation of transformers, of scipy and scikit-learn, and of Python's own library, as they are installed. `packages`
-was not looked at before: descriptions of Debian packages for networks, science and games. Both have 1,040, 480 and 480
-training texts of at most 32 tokens. MiniLM is the model. Accuracies are on test texts. Epsilon is 8; the noise has no
-seed, so a seed draws the parts and the first weights only.
+results/fine-tuning/trainer.jsonl, unless the file holds it. Defaults were chosen on `docstrings` and `tools`: sentences
+of the documentation of packages, as they are installed. `packages` has descriptions of Debian packages for networks,
+science and games, `tweets` those of `privgrad data fetch tweets`, and `mails` is as in benchmarks/texts.py. `mails` was
+not looked at, and `tweets` for heads only. All have 1,040, 480 and 480 training texts of at most 32 tokens. MiniLM is
+the model. Accuracies are on test texts; "start" is that of the head before the fine-tuning. Epsilon is 8; the noise has
+no seed, so a seed draws the parts and the first weights only.
 
 Ways: "lora" and "all" train adapters or all weights by PrivateTrainer(target_epsilon=8); "lora, no head" leaves out the
-start from a head; "lora, plan" is the plan of 30 steps of 60 texts that newcomers wrote; "head" is `pg.fit_head` on the
-means of the states, and "not private" a logistic regression on them.
+start from a head; "lora, u 0.03" has another noise step for adapters; "lora, plan" is the plan of 30 steps of 60 texts
+of newcomers; "head" is `pg.fit_head` on the means of the states, and "not private" a logistic regression on them.
 """
 
 import ast
 import importlib.util
 import json
 import random
+import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +31,10 @@ import torch
 import typer
 
 import privgrad as pg
+from benchmarks.texts import MAILS, raw
 from privgrad.data import pretrained
 from privgrad.features import FrozenText
+from privgrad.integrations import huggingface_arguments
 from privgrad_lab.data.debian import read_index
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,8 +43,9 @@ FAMILIES = (("transformers", "peft", "accelerate"), ("scipy", "sklearn"), ("",))
 SECTIONS = ("net", "science", "games")
 TRAINED, TESTED = (1040, 480, 480), (312, 144, 144)
 LENGTH, CHARACTERS = 32, (40, 200)
+DEFAULT = huggingface_arguments.ADAPTER_NOISE_STEP
 NUMBERS: dict[str, Any] = {"target_epsilon": 8.0, "delta": 1e-4, "num_examples": sum(TRAINED)}
-WAYS = ("lora", "head", "not private", "lora, no head", "lora, plan", "all")
+WAYS = ("lora", "head", "not private", "lora, no head", "lora, plan", "lora, u 0.03", "all")
 
 
 def docstrings(family: tuple[str, ...]) -> Iterator[str]:
@@ -67,13 +72,28 @@ def packages(section: str) -> Iterator[str]:
         yield f"{package.synopsis}. {package.description}"[: CHARACTERS[1]]
 
 
+def tweets(kind: str) -> Iterator[str]:
+    yield from (text for text, label, _ in raw("tweets") if label == kind)
+
+
+def mails(kind: str) -> Iterator[str]:
+    """Yield the beginnings of spam, of mails to a list of friends, and of mails to lists about software."""
+    for file in sorted(MAILS.glob("package/data/*/*.txt")):
+        head, _, body = file.read_text("latin-1").partition("\n\n")
+        found = re.search(r"(?im)^(?:List-Id:|Sender:|To:)[^\n]*(fork|rpm|ilug|exmh|razor|spamassassin-)", head)
+        own = "spam" if file.parent.name.startswith("spam") else "" if found is None else found[1].lower()
+        if (own if own in ("spam", "fork", "") else "software") == kind:
+            own_words = re.sub(r"(?m)^[>|].*$|<[^>]*>|^.* (wrote|writes|said):$", " ", body)
+            yield " ".join(own_words.split())[: CHARACTERS[1]]
+
+
 def load(name: str, seed: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """Return training and test texts with their classes."""
     chance, train, test = random.Random(seed), list[tuple[str, int]](), list[tuple[str, int]]()
     for label in range(3):
-        raw = docstrings(FAMILIES[label]) if name == "docstrings" else packages(SECTIONS[label])
+        make, kinds = SETS[name]
         low, high = CHARACTERS
-        texts = sorted({text for one in raw if low <= len(text := " ".join(one.split())) <= high})
+        texts = sorted({text for one in make(kinds[label]) if low <= len(text := " ".join(one.split())) <= high})
         chance.shuffle(texts)
         own = [(text, label) for text in texts[: TRAINED[label] + TESTED[label]]]
         train, test = train + own[: TRAINED[label]], test + own[TRAINED[label] :]
@@ -81,10 +101,19 @@ def load(name: str, seed: int) -> tuple[list[tuple[str, int]], list[tuple[str, i
     return train, test
 
 
-def fine_tuned(way: str, seed: int, train: list[Any], test: list[Any], folder: str) -> tuple[float, float]:
-    """Return the accuracy and the epsilon of PrivateTrainer by its defaults."""
+SETS: dict[str, tuple[Callable[[Any], Iterator[str]], Sequence[Any]]] = {
+    "docstrings": (docstrings, FAMILIES),
+    "packages": (packages, SECTIONS),
+    "tweets": (tweets, ("negative", "neutral", "positive")),
+    "tools": (docstrings, (("torch",), ("sympy", "networkx"), ("pip", "setuptools", "pytest", "rich"))),
+    "mails": (mails, ("spam", "fork", "software")),
+}
+
+
+def fine_tuned(way: str, seed: int, train: list[Any], test: list[Any], folder: str) -> dict[str, float]:
+    """Return the accuracy and the epsilon of PrivateTrainer by its defaults, and the accuracy that it starts from."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback, TrainingArguments
 
     from privgrad.integrations.huggingface import PrivateTrainer
 
@@ -104,42 +133,57 @@ def fine_tuned(way: str, seed: int, train: list[Any], test: list[Any], folder: s
     if way == "lora, plan":
         numbers = {"plan": pg.PrivacyPlan.for_budget(**NUMBERS, max_grad_norm=0.1, expected_batch_size=60, steps=30)}
     args = TrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
-    trainer = PrivateTrainer(model, args, train_dataset=rows(train), **numbers)
+    huggingface_arguments.ADAPTER_NOISE_STEP = 0.03 if way == "lora, u 0.03" else DEFAULT
+    started: list[float] = []
+
+    def accuracy() -> float:
+        found = np.asarray(trainer.predict(held).predictions).argmax(1)  # pyright: ignore[reportArgumentType]
+        return float((found == [label for _, label in test]).mean())
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            started.append(accuracy())
+
+    held = rows(test)
+    trainer = PrivateTrainer(model, args, train_dataset=rows(train), callbacks=[Look()], **numbers)
     trainer.train()
-    found = np.asarray(trainer.predict(rows(test)).predictions).argmax(1)  # pyright: ignore[reportArgumentType]
-    return float((found == [label for _, label in test]).mean()), trainer.epsilon
+    return {"accuracy": accuracy(), "epsilon": trainer.epsilon, "start": started[0]}
 
 
-def linear(way: str, train: list[Any], test: list[Any]) -> tuple[float, float | None]:
+def linear(way: str, train: list[Any], test: list[Any]) -> dict[str, float | None]:
     """Return the accuracy and the epsilon of a linear model on stored states."""
     encoder = FrozenText("minilm", max_length=LENGTH, source="MiniLM, trained on public web text")
     inputs, held = (encoder([text for text, _ in part]) for part in (train, test))
     labels, own = (torch.tensor([label for _, label in part]) for part in (train, test))
     if way == "head":
         head = pg.fit_head(inputs, labels, num_classes=3, **NUMBERS, extractor=encoder, progress=False)
-        return float((head.model(held).argmax(1) == own).float().mean()), head.epsilon
+        return {"accuracy": float((head.model(held).argmax(1) == own).float().mean()), "epsilon": head.epsilon}
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(C=10, max_iter=2000).fit(inputs.numpy(), labels.numpy())
-    return float(model.score(held.numpy(), own.numpy())), None
+    return {"accuracy": float(model.score(held.numpy(), own.numpy())), "epsilon": None}
 
 
 def table(out: Path = OUT) -> str:
     """Return the table of docs/integrations.md: means over the seeds that the file holds, and their number."""
     held = [json.loads(line) for line in out.read_text().splitlines()]
-    lines = ["| way | docstrings | packages | CPU time |", "|---|---|---|---|"]
+    sets = [name for name in SETS if any(one["data"] == name for one in held)]
+    lines = [f"| way | {' | '.join(sets)} | CPU time |", f"|---|{'---|' * len(sets)}---|"]
     for way in WAYS:
-        cells, spent = list[str](), [one["cpu_seconds"] for one in held if one["way"] == way]
-        for data in ("docstrings", "packages"):
-            found = [one["accuracy"] for one in held if (one["way"], one["data"]) == (way, data)]
-            cells.append(f"{100 * sum(found) / len(found):.1f} % ({len(found)})" if found else "")
-        if spent:
-            lines.append(f"| {way} | {' | '.join(cells)} | {sum(spent) / len(spent):.0f} s |")
+        own = [one for one in held if one["way"] == way]
+        for name in ("start", "accuracy"):
+            cells = list[str]()
+            for data in sets:
+                found = [one[name] for one in own if one["data"] == data and name in one]
+                cells.append(f"{100 * sum(found) / len(found):.1f} % ({len(found)})" if found else "")
+            if any(cells):
+                spent = f"{sum(one['cpu_seconds'] for one in own) / len(own):.0f} s" if name == "accuracy" else ""
+                lines.append(f"| {way}{': start' if name == 'start' else ''} | {' | '.join(cells)} | {spent} |")
     return "\n".join(lines) + "\n"
 
 
 def main(
-    data: Annotated[list[str], typer.Option(help="docstrings or packages")] = [],  # noqa: B006
+    data: Annotated[list[str], typer.Option(help=", ".join(SETS))] = [],  # noqa: B006
     way: Annotated[list[str], typer.Option(help="; ".join(WAYS))] = [],  # noqa: B006
     seed: Annotated[list[int], typer.Option(help="of the parts and the first weights")] = [0, 1, 2],  # noqa: B006
     out: Annotated[Path, typer.Option(help="file of the records")] = OUT,
@@ -162,8 +206,7 @@ def main(
             "data": own,
             "way": name,
             "seed": number,
-            "accuracy": found[0],
-            "epsilon": found[1],
+            **found,
             "cpu_seconds": round(time.process_time() - began),
             "packages": {one: version(one) for one in ("torch", "transformers", "peft", "scipy")},
         }

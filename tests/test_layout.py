@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3018,  # casts in double precision; the function that hides a parameter; gradients handed over
         "heads": 1557,  # counts; models of a table; hidden units; a search within one epsilon, transformers
-        "integrations": 2145,  # a start from a private head, plans by numbers; losses of all heads; resumed nodes
+        "integrations": 2152,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
         "ledger": 1490,  # steps of an ordinary loop; a budget reads each line back; epochs begun are whole ones
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
@@ -48,8 +48,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
-        "statement": 964,  # rows of a person; what to give for a folder; epochs, trade-off curves, NIST, the registry
-        "training": 2370,  # shards of a model, also saved; what processes have alike; rules for tables, and for norms
+        "statement": 972,  # rows of a person, plans made at once; what to give for a folder; epochs, trade-off curves, NIST
+        "training": 2372,  # shards of a model, also saved; what processes have alike; rules for tables, and for norms
     },
     "privgrad_lab": {
         "(root)": 3869,  # what is only shown; old files are rewritten; differences of seeds; numbers as labels

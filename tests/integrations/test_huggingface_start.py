@@ -13,9 +13,9 @@ import privgrad as pg
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 from test_huggingface import bert, bert_lora, gpt2, sentences, texts
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
-from privgrad.accounting.accountant import epsilon
+from privgrad.accounting.accountant import epsilon, rounded_up
 from privgrad.integrations import huggingface_start as start
 from privgrad.integrations.huggingface import PrivateTrainer
 from privgrad.integrations.huggingface_arguments import tell
@@ -50,6 +50,8 @@ def test_head_and_fine_tuning_cost_the_target_together(tmp_path: Path, make: Any
     assert trainer.state.log_history[-1]["epsilon"] == trainer.epsilon
     trainer.save_model(str(tmp_path / "saved"))
     assert "| other released gradients | 300 |" in (tmp_path / "saved" / "README.md").read_text()
+    said = (tmp_path / "saved" / "statement.txt").read_text()
+    assert "later plan" not in said  # both plans were made at once
 
 
 def test_the_classifier_predicts_as_the_head_does(tmp_path: Path):
@@ -84,6 +86,24 @@ def test_a_resumed_training_counts_the_head_and_trains_none(tmp_path: Path, monk
     resumed = trainer_of(tmp_path, bert(), arguments={"max_steps": 16})
     resumed.train(resume_from_checkpoint=True)
     assert [ledger.releases for ledger in resumed.ledgers] == [300, 16]
+
+
+def test_a_killed_training_says_what_it_has_spent_and_what_is_possible(tmp_path: Path):
+    class Kill(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    killed = trainer_of(tmp_path, bert(), callbacks=[Kill()])
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    spent = rounded_up(killed.epsilon, 4)  # of the head too
+    again = trainer_of(tmp_path, bert())
+    with pytest.raises(pg.BudgetExceededError, match=rf"got 1 releases .* cost epsilon = {spent};.*new folder"):
+        again.train()
+    with pytest.raises(pg.PrivacyError, match=r"got 0 in .* in another output_dir, .*: 1 steps were released here"):
+        again.train(resume_from_checkpoint=True)
+    with pytest.raises(pg.BudgetExceededError):  # the ledger is not locked by the failed call
+        trainer_of(tmp_path, bert()).train()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils.import_utils import is_peft_available
 
-from privgrad.accounting.accountant import epsilon
+from privgrad.accounting.accountant import epsilon, rounded_up
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations import huggingface_models as models
@@ -73,7 +73,8 @@ class PrivateTrainer(Trainer):
             of num_examples; the steps are those of num_train_epochs or max_steps; and the clipping norm is 0.1, unless
             you typed another max_grad_norm.
         delta: in (0, 1), at most 1 / num_examples.
-        num_examples: the public number of examples, at most the true one.
+        num_examples: the public number of examples, at most the true one. With a larger one, epsilon holds as it is
+            stated, and batches are smaller than planned; if it is more than twice the true one, a warning says so.
         head_first: with target_epsilon, for texts of several classes: a private head is trained first, on the states
             of the model as it was given. It takes half of epsilon, has a ledger in output_dir/head, and the classifier
             starts from its weights. False: all of epsilon goes to the fine-tuning.
@@ -232,11 +233,14 @@ class PrivateTrainer(Trainer):
         if self._losses is models.classification_losses:
             are_collated = self.data_collator is not default_data_collator
             models.require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if not self.private_grad.ledger.is_open:
             self.private_grad.record_in(cast(Path, self.private_grad.ledger.path))
         try:
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
+            of_head = self._head_folder / "ledger.jsonl"
+            if self._head_plan is not None and (resume_from_checkpoint or of_head.is_file()):
+                self._head_ledger = Ledger(of_head, read_only=True)
             if resume_from_checkpoint:
                 folder = Path(resume_from_checkpoint)
                 with damage_refused("PrivateTrainer", folder / _STATE):
@@ -244,7 +248,9 @@ class PrivateTrainer(Trainer):
                 updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
                 self.private_step.load_state_dict(state, updates=updates)
             else:
-                self.private_step.require_unspent()
+                is_known = self.private_grad.ledger.releases and self._plan.delta is not None
+                cost = f", which cost epsilon = {rounded_up(self.epsilon, 4)}" if is_known else ""
+                self.private_step.require_unspent(cost)
             self._updates_of_best = None
             self._say_and_start(is_resumed=bool(resume_from_checkpoint))
             giving = self.private_step.optimizer.register_step_pre_hook(
@@ -282,17 +288,16 @@ class PrivateTrainer(Trainer):
             told = "pg.fit_head on stored states of the encoder is often as accurate, and trains in seconds"
             arguments.tell(f"{told}: docs/hugging-face.md shows it.")
         arguments.tell("steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples.")
-        if self._layer is None or self._head_plan is None:
-            return
-        folder = Path(cast(str, self.args.output_dir)) / "head"
-        if not is_resumed:
+        if self._layer is not None and self._head_plan is not None and not is_resumed:
             arguments.tell("a private head on the states of all examples comes first, for half of epsilon.")
             collate = _Columns(cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training")))
             self._head_ledger = start.start_from_head(
-                model, self._layer, self.train_dataset, collate, self._head_plan, folder
+                model, self._layer, self.train_dataset, collate, self._head_plan, self._head_folder
             )
-        else:
-            self._head_ledger = Ledger(folder / "ledger.jsonl", read_only=True)
+
+    @property
+    def _head_folder(self) -> Path:
+        return Path(cast(str, self.args.output_dir)) / "head"
 
     def _selection_conflicts(self) -> Iterator[Conflict]:
         optimizers = (self.optimizer, cast(object, self.lr_scheduler))
@@ -377,7 +382,7 @@ class PrivateTrainer(Trainer):
         name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
         made = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
         updates = made if self._updates_of_best is None else self._updates_of_best
-        write_privacy(Path(cast(str, folder)), private_grad, name, rates, updates)
+        write_privacy(Path(cast(str, folder)), private_grad, name, rates, updates, self.ledgers)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint as the Trainer does, with the state of the private step."""
@@ -460,7 +465,8 @@ def _last_checkpoint(folder: Path) -> str:
         if (path / _STATE).exists():
             return str(path)
     remedy = "train without resume_from_checkpoint"
-    if Ledger(folder / "ledger.jsonl", read_only=True).releases:
-        remedy += " in a new folder, and add up both epsilons and both deltas: steps have been released here"
+    if spent := Ledger(folder / "ledger.jsonl", read_only=True).releases:
+        remedy += f" in another output_dir, and add up both epsilons and both deltas: {spent} steps were released here "
+        remedy += "before a checkpoint was complete. A smaller save_steps loses fewer"
     got = f"{len(paths)} incomplete ones in {folder}" if paths else f"0 in {folder}"
     raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a complete checkpoint", got, remedy)

@@ -25,7 +25,7 @@ from privgrad.training.external_loop import (
 )
 
 NOISE_STEP = 0.0025  # for pretrained layers; docs/choosing.md gives the evidence for layers and poolers
-ADAPTER_NOISE_STEP = 0.03  # for adapters; docs/integrations.md gives the evidence
+ADAPTER_NOISE_STEP = 0.015  # for adapters; docs/integrations.md gives the evidence
 POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder
 HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
 STARTED_NOISE_STEP = 0.01  # for a head that begins with the weights of a private one
@@ -312,7 +312,8 @@ def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan) -> Non
     """Log the rate of the default optimizer, which was not given as a noise step."""
     if _is_default(args, "learning_rate"):
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in rates_by_name(made).items())
-        tell(f"{rates}. Random weights need more. learning_rate={args.learning_rate:g}, a default, counts as not set.")
+        rest = f"learning_rate={args.learning_rate:g}, a default, counts as not set"
+        tell(f"{rates}. Random weights need about {HEAD_NOISE_STEP:g}. {rest}.")
         return
     for group in made.param_groups:
         group["noise_std"], group["noise_gain"] = plan.noise_std, plan.noise_gain  # about as the first step sets them

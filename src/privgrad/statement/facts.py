@@ -53,7 +53,7 @@ class Facts:
     versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in _SOFTWARE})
     # Each ledger's record of its plan, with `made`, its releases, `unused`, and `participations`, the most of one unit.
     plans: Sequence[Mapping[str, Any]] = ()
-    trainings: int = 1  # the number of plans that are stated together
+    trainings: int = 1  # the number of plans that are stated together; those that were made at once count as one
     stops: Sequence[tuple[int, int]] = ()  # planned and released steps of each ledger that has fewer than planned
     has_changed: bool = False  # whether a number of planned steps changed
     is_each: bool = False

@@ -36,17 +36,25 @@ _OF_PLAN = (
 
 
 def write_privacy(
-    folder: Path, private_grad: PrivateGradient, optimizer: str, rates: Mapping[str, float], updates: int
+    folder: Path,
+    private_grad: PrivateGradient,
+    optimizer: str,
+    rates: Mapping[str, float],
+    updates: int,
+    together: Sequence[Ledger] = (),
 ) -> None:
     """Write the privacy of a training, and of all others of its model, to the folder of the model.
 
     README.md keeps all but an earlier section, and the optimizer and rate of the Trainer's draft. `rates` are at the
     peak of the schedule. `updates` count those behind the weights: some released gradients may be lost or come later.
+    The plans of the ledgers `together` were made at once, before any result.
     """
     plan, own = private_grad.plan, private_grad.ledger
     ledgers = [own, *(other for other in ledgers_of(private_grad.model) if not covers(own, other))]
     path = folder / "README.md"
     found = _facts_of(plan, ledgers)
+    if found is not None:
+        found = replace(found, trainings=1 + sum(one not in together for one in ledgers[1:]))
     said = None if found is None else written(found)
     empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
     card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else empty)
@@ -90,7 +98,7 @@ def _numbers(
     """Return the numbers of the metadata and the table: those of the plan, and epsilon only if it is a guarantee."""
     ledger, *others = ledgers
     facts: dict[str, Any] = {
-        "epsilon": found.epsilon if found is not None and found.is_guarantee else None,
+        "epsilon": float(rounded_up(found.epsilon)) if found is not None and found.is_guarantee else None,
         "delta": plan.delta,
         "other_trainings": len(others) or None,
         "other_released_gradients": sum(one.releases for one in others) if others else None,

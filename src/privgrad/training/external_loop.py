@@ -36,7 +36,8 @@ class Conflict(NamedTuple):
 def refuse(function: str, *conflicts: Iterable[Conflict]) -> None:
     """Raise one PrivacyError that names all conflicts and their remedies, if there are any."""
     if found := [one for some in conflicts for one in some]:
-        got, remedy = ", ".join(one.got for one in found), "; ".join(one.remedy for one in found)
+        got, between = ", ".join(one.got for one in found), "\n- " if len(found) > 1 else ""
+        remedy = between + f";{between or ' '}".join(one.remedy for one in found)
         raise expected(function, "arguments", "to leave the private step to the plan", got, remedy)
 
 
@@ -163,11 +164,12 @@ class ExternalLoopStep:
     def _facts(self) -> dict[str, Any]:  # that a checkpoint and the run that resumes from it must share
         return {"version": _VERSION, "seed": self.private_grad.plan.seed, "settings": self._settings}
 
-    def require_unspent(self) -> None:
-        """Raise BudgetExceededError if a new training would continue a ledger that already holds releases."""
+    def require_unspent(self, cost: str = "") -> None:
+        """Raise BudgetExceededError, with what it cost, if a new training would continue a ledger with releases."""
         if spent := self.private_grad.ledger.releases:
-            condition, got = "to be empty at the start of a training", f"{spent} releases"
-            remedy = f"resume from a checkpoint, if one was written, or {NEW_FOLDER}"
+            condition = "to be empty at the start of a training"
+            got = f"{spent} releases in {self.private_grad.ledger.path}{cost}"
+            remedy = f"resume from the last checkpoint, if one was written, or {NEW_FOLDER}"
             raise expected(self._function, "the ledger", condition, got, remedy, BudgetExceededError)
 
     def require_moved(self) -> None:
