@@ -48,7 +48,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
-        "statement": 972,  # rows of a person, plans made at once; what to give for a folder; epochs, trade-off curves, NIST
+        "statement": 972,  # rows of a person, plans made at once; epochs, trade-off curves, NIST
         "training": 2372,  # shards of a model, also saved; what processes have alike; rules for tables, and for norms
     },
     "privgrad_lab": {
