@@ -34,12 +34,12 @@ ROOMS: dict[str, dict[str, int]] = {
         "checks": 1871,  # `fix`; one gradient at a time; rare rows; what collate keeps; scales of the very rows
         "cli": 630,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
-        "data": 1640,  # pairs of columns; counts; columns of persons; few odd values; numbers as labels; categories
+        "data": 1641,  # pairs of columns; counts; columns of persons; few odd values; numbers as labels; categories
         "diagnostics": 685,
         "engine": 7298,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
         "features": 1857,  # hat codes; short names of models
         "gradient": 3018,  # casts in double precision; the function that hides a parameter; gradients handed over
-        "heads": 1557,  # counts; models of a table; hidden units; a search within one epsilon, transformers
+        "heads": 1582,  # counts; models of a table; a search within one epsilon, transformers, and what they tell
         "integrations": 2152,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
         "ledger": 1490,  # steps of an ordinary loop; a budget reads each line back; epochs begun are whole ones
         "models": 184,  # hidden units of a head

@@ -25,6 +25,7 @@ COLUMNS: dict[str, Any] = {
     "job": {"kind": "category", "values": ["none", "nurse", "pilot"], "other": True},
     "since": {"kind": "date", "as": ["month", "weekday"]},
 }
+pytestmark = pytest.mark.filterwarnings("ignore:NOT PRIVATE. column .person.")  # of rows by themselves
 BUDGET: dict[str, Any] = {"target_epsilon": 5.0, "delta": 1e-3, "num_examples": 600}
 FACTS: dict[str, Any] = {"unit": "row"} | BUDGET
 

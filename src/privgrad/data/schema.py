@@ -428,12 +428,13 @@ def _pairs(function: str, columns: Mapping[str, Column], given: Any) -> tuple[tu
     _require_option(function, "interactions", "interactions", given)
     for pair in given:
         widths = [one.of_pair.blocks[0].width for one in map(columns.get, pair) if one and len(one.blocks) == 1]
-        condition, got = "to be pairs of two declared numbers or categories", f"{list(pair)}"
+        condition, got, remedy = "to be pairs of two declared numbers or categories", f"{list(pair)}", ""
         if len(widths) == 2 and (got := widths[0] * widths[1]) > _MOST_PRODUCTS:
             condition = f"to make at most {_MOST_PRODUCTS:,} products of the codes of {' and '.join(pair)}"
+            remedy = "declare fewer values or bins, or leave the pair out"
         elif len(widths) == 2:
             continue
-        raise expected(function, "interactions", condition, got, "declare fewer values or bins, or leave the pair out")
+        raise expected(function, "interactions", condition, got, remedy)
     return tuple((first, second) for first, second in given)
 
 

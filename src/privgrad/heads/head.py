@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -234,7 +235,10 @@ class Head(nn.Module):
             PrivacyError: the head has no schema, or a row lacks a column or has a value that is not declared.
         """
         if self.schema is None:
-            remedy = "give fit_head schema=data.schema, with data of privgrad.data.table, or set head.schema to it"
+            remedy = (
+                "give fit_head schema=data.schema, with data of privgrad.data.table. In a pipeline, its steps make "
+            )
+            remedy += "the codes: joblib.dump the pipeline"
             raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
         return row_codes("Head", self.schema, rows)
 
@@ -307,6 +311,9 @@ class Head(nn.Module):
         elif (place / _TEXT).exists():
             got, remedy = "a head of unknown training", "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", got, remedy)
+        elif budgets := {one.budget for one in ledgers if one.budget}:
+            told = f"`privgrad statement` on {', '.join(sorted(budgets))} states all that it holds"
+            warnings.warn(f"Head.save: no statement.txt, because a budget holds the training: {told}", stacklevel=2)
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.model.state_dict().items()}
         schema = self.schema if self.extractor is None else None
         require_declared("Head.save", self.target, self.classes, schema, self.model.linear.in_features)

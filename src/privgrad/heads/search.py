@@ -97,8 +97,9 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         """Choose, and train the best candidate on all rows.
 
         Raises:
-            PrivacyError: an argument is missing, or decides the privacy of a candidate; or an estimator refuses.
-            BudgetExceededError: the folder's budget was used for other candidates.
+            PrivacyError: an argument is missing, or decides the privacy of a candidate; an estimator refuses;
+                or output_dir holds a search among other candidates.
+            BudgetExceededError: the folder's budget has too little left.
         """
         function = "PrivateGridSearchCV"
         given = self.get_params(deep=False)
@@ -141,13 +142,20 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
                 warnings.filterwarnings("ignore", "fit_head: .* holds a finished training")
                 return model.set_params(**settings).set_params(**place).fit(X, y)
 
+        names = [hashlib.sha256(repr(sorted(one.items())).encode()).hexdigest()[:12] for one in candidates]
+        place, held = folder / "candidates.txt", "\n".join(sorted(names))
+        if place.exists() and place.read_text() != held:
+            remedy = "give another output_dir; what this one spent stays spent"
+            raise expected(
+                function, "param_grid", f"to be that of the search in {folder}", f"{self.param_grid}"[:100], remedy
+            )
+        place.write_text(held)
         scores = list[float]()
         # The noise of a single release of the total, times what leaves each release its share.
         sigma = calibrate_noise_multiplier(target_epsilon=total, delta=budget.delta, sample_rate=1.0, steps=1)
         of_trial, of_score = (sigma * math.sqrt(len(candidates) / share) for share in (_TRIALS, _SCORES))
         trial = epsilon_of([Release(of_trial, 1.0)], delta=budget.delta)
-        for settings in candidates if len(candidates) > 1 else ():
-            name = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:12]
+        for name, settings in zip(names, candidates, strict=True) if len(candidates) > 1 else ():
             values = self._values(trained(f"candidate-{name}", settings, trial), X, y, unit)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "release_mean: .* was released before")

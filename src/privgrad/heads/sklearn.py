@@ -82,7 +82,8 @@ class _Private(BaseEstimator):
         """Raise PrivacyError unless these public facts are given, and those that decide epsilon."""
         facts = ("target_epsilon", "delta", "num_examples") if self.budget is None else ()
         if missing := [name for name in (*names, *facts) if getattr(self, name) is None]:
-            remedy = "take them from a codebook or common knowledge, and not from the rows"
+            remedy = "they are choices, or public facts as in a codebook; do not take them from the rows"
+            remedy += '; unit is "row", or the column that identifies a person' if "unit" in missing else ""
             raise expected(type(self).__name__, ", ".join(missing), "to be given", None, remedy)
 
     def _train(self, features: torch.Tensor, labels: Any, **options: Any) -> None:
@@ -104,8 +105,8 @@ class _Private(BaseEstimator):
         if len(before) > 1:
             total = rounded_up(epsilon(before, delta=plan["delta"], accountant="rdp"), 4)
             warnings.warn(
-                f"{type(self).__name__}.fit: {len(before)} trainings on {self._count:,} examples without a budget in "
-                f"this process. If they are of the same people, their costs add up to epsilon {total} at delta "
+                f"{type(self).__name__}.fit: {len(before)} trainings on {self._count:,} examples without a budget "
+                f"in this process. If they are of the same people, their costs add up to epsilon {total} at delta "
                 f"{rounded_up(plan['delta'])}, and epsilon_ counts the last one alone. To choose settings, use "
                 "PrivateGridSearchCV; to train again, give each training a part of one budget, and a new output_dir",
                 stacklevel=4,

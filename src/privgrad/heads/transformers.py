@@ -16,7 +16,7 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from privgrad.checks.data import warn_of_bounds_of_another_size, warn_of_private_bound
+from privgrad.checks.data import warn_of_bounds_of_another_size, warn_of_fitted_scale, warn_of_private_bound
 from privgrad.errors import described, expected
 from privgrad.features.columns import Bins
 
@@ -24,8 +24,8 @@ Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
 
 _FILL = (
-    "fill in the middle of the column's public bounds, by SimpleImputer(strategy='constant', fill_value=...), or give "
-    "the table to PrivateTabularClassifier, where missing values have a code"
+    "fill in a public constant, by SimpleImputer(strategy='constant', fill_value=0) after PublicScaler, or give the "
+    "table to PrivateTabularClassifier, where missing values have a code"
 )
 _CODE = (
     "code the column by OneHotEncoder(categories=[[...]]) with its public values, or give the table to "
@@ -39,10 +39,11 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
 
     Args:
         bounds: public (low, high), as in a codebook: one pair of numbers for all columns, or a list of the lows and a
-            list of the highs, one per column. A number outside of its bounds counts as the nearest one.
+            list of the highs, one per column. A number outside of its bounds counts as the nearest one. NaN stays NaN;
+            SimpleImputer(strategy="constant", fill_value=0) after it fills in the middle.
     Privacy:
         Each row of the result depends on that row and the bounds alone. `fit` warns of bounds that are extremes of the
-        data.
+        data, and of columns that were scaled on these very rows.
     """
 
     bounds: Bounds | None = None
@@ -51,10 +52,13 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         """Check rows X, (n, width), and the bounds.
 
         Raises:
-            PrivacyError: X has a value that is not finite or is text, or the bounds do not fit it.
+            PrivacyError: X has an infinite value or a text, or the bounds do not fit it.
         """
-        rows = checked(self, X)
+        rows = checked(self, X, ensure_all_finite="allow-nan")
+        names = getattr(self, "feature_names_in_", range(rows.shape[1]))
+        warn_of_fitted_scale("PublicScaler", {f"column {name}": rows[:, k] for k, name in enumerate(names)})
         low, high, values = (torch.from_numpy(np.array(one, dtype=float)) for one in (*self._ends(rows.shape[1]), rows))
+        values = torch.where(values.isnan(), values.nanmedian(0).values.nan_to_num(), values)
         for name, ends in (("low", low), ("high", high)):
             is_low = name == "low"
             warn_of_private_bound("PublicScaler", f"the {name}s of bounds", ends, values, is_low=is_low, of=_OF_COLUMN)
@@ -64,9 +68,14 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     def transform(self, X: Any) -> Array:  # noqa: N803
         """Return the moved rows, (n, width)."""
         check_is_fitted(self)
-        rows = checked(self, X, reset=False)
+        rows = checked(self, X, reset=False, ensure_all_finite="allow-nan")
         low, high = self._ends(rows.shape[1])
         return np.clip((2 * rows - low - high) / (high - low), -1, 1)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
 
     def _ends(self, width: int) -> tuple[Array, Array]:
         """Return the low and the high of each column."""
@@ -130,7 +139,7 @@ class PublicBins(TransformerMixin, BaseEstimator):
 _OF_COLUMN = "value of a column"
 
 
-def checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  # noqa: N803
+def checked(estimator: BaseEstimator, X: Any, *y: Any, ensure_all_finite: bool | str = True, **options: Any) -> Any:  # noqa: N803
     """Return X, or X and y, as `validate_data` does. No error shows a value, or advises a private step."""
     validated: Any = validate_data
     function = type(estimator).__name__
@@ -147,7 +156,7 @@ def checked(estimator: BaseEstimator, X: Any, *y: Any, **options: Any) -> Any:  
         got = f"{column[1]} in {_named(X, column[0])}" if (column := _of_text(X)) else "text"
         of_y = column is None and not f"{error}".startswith(("dtype", "The DType "))
         raise expected(function, "y" if of_y else "X", "to be numbers", got, "" if of_y else _CODE) from None
-    finite = np.isfinite(rows).all(axis=0)
+    finite = (np.isfinite(rows) if ensure_all_finite is True else ~np.isinf(rows)).all(axis=0)
     if not finite.all():
         raise expected(function, "X", "to be finite", f"NaN or inf in {_named(X, int(finite.argmin()))}", _FILL)
     return (rows, *named) if y else rows
