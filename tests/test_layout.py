@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3018,  # casts in double precision; the function that hides a parameter; gradients handed over
         "heads": 1582,  # counts; models of a table; a search within one epsilon, transformers, and what they tell
-        "integrations": 2152,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
+        "integrations": 2157,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
         "ledger": 1490,  # steps of an ordinary loop; a budget reads each line back; epochs begun are whole ones
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here

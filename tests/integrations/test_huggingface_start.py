@@ -80,12 +80,16 @@ def test_the_classifier_predicts_as_the_head_does(tmp_path: Path):
     assert torch.equal(found, nn.functional.linear(states, head_weights).argmax(1))
 
 
-def test_a_resumed_training_counts_the_head_and_trains_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    trainer_of(tmp_path, bert(), arguments={"max_steps": 16}).train()
+@pytest.mark.parametrize("make", [bert, bert_lora])
+def test_a_resumed_training_counts_the_head_and_trains_none(tmp_path: Path, monkeypatch: Any, make: Any):
+    trainer_of(tmp_path, make(), arguments={"max_steps": 16}).train()
     monkeypatch.setattr(start, "start_from_head", lambda *_: pytest.fail("a second head"))
-    resumed = trainer_of(tmp_path, bert(), arguments={"max_steps": 16})
+    resumed = trainer_of(tmp_path, make(), arguments={"max_steps": 16})
     resumed.train(resume_from_checkpoint=True)
     assert [ledger.releases for ledger in resumed.ledgers] == [300, 16]
+    resumed.save_model(str(tmp_path / "saved"))
+    assert "earlier_trainings" not in (tmp_path / "saved/README.md").read_text()  # its own checkpoint is none
+    assert "unknown epsilon" not in (tmp_path / "saved/statement.txt").read_text()
 
 
 def test_a_killed_training_says_what_it_has_spent_and_what_is_possible(tmp_path: Path):

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import wraps
 from itertools import islice
@@ -38,6 +39,7 @@ from privgrad.training.run import StopData, charge_unused
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"  # the state of the private step, in the folder of a checkpoint
+_LEDGER = ContextVar[Ledger | None]("_LEDGER", default=None)  # of the training that runs, whose checkpoints are its own
 
 
 if is_peft_available():
@@ -48,7 +50,7 @@ if is_peft_available():
     @wraps(_load)
     def _load_adapter(model: nn.Module, model_id: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
         result = _load(model, model_id, *args, **options)
-        note_folder(model, model_id)  # PEFT keeps no trace of the folder
+        note_folder(model, model_id, _LEDGER.get())  # PEFT keeps no trace of the folder
         return result
 
     cast(Any, PeftModel).load_adapter = _load_adapter
@@ -256,9 +258,11 @@ class PrivateTrainer(Trainer):
             giving = self.private_step.optimizer.register_step_pre_hook(
                 lambda optimizer, args, kwargs: ((optimizer,), {"grad": self.private_step.take()})
             )
+            running = _LEDGER.set(self.private_grad.ledger)
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:
+                _LEDGER.reset(running)
                 giving.remove()  # the next trainer may have the same optimizer
             self._charge_stop()
             self.private_step.require_moved()
