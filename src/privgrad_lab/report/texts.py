@@ -220,14 +220,14 @@ def edge_text(rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, An
 
 def below_text(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence on methods without noise that are worse than private ones; "" without any."""
-    key, finals, found = recorded.leading(records), recorded.by_method(recorded.in_phase(records, "final")), list[str]()
-    ranked = [row for row in rows if recorded.is_finite(row["lead"]["mean"])]
-    for one, other in itertools.product(ranked, ranked):
-        gap = recorded.difference(finals[one["method"]], finals[other["method"]], key)
-        lead = (one["lead"]["mean"] - other["lead"]["mean"]) * (-1 if recorded.is_cost(key) else 1)
-        if one["non_private"] > other["non_private"] and (gap["verdict"] == "worse" if gap else lead < 0):
-            found.append(f"{one['method']} is worse than {other['method']}")
-    return f"{'; '.join(found)}: without noise, it is not tuned well enough to be a reference." if found else ""
+    sign = -1 if recorded.is_cost(recorded.leading(records)) else 1
+    ranked = [(sign * row["lead"]["mean"], row) for row in rows if recorded.is_finite(row["lead"]["mean"])]
+    texts = [
+        f"{one['method']} is worse than {other['method']}: it is not tuned well enough to be a reference."
+        for (mean, one), (least, other) in itertools.product(ranked, ranked)
+        if one["non_private"] and not other["non_private"] and mean < least
+    ]
+    return " ".join(texts)
 
 
 def open_text(rows: Sequence[Mapping[str, Any]]) -> str:
