@@ -4,6 +4,8 @@ import codeop
 import functools
 import re
 import tomllib
+import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pages
+import privgrad as pg
 from conftest import account_by_rdp
 from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
@@ -124,6 +127,31 @@ def test_the_comparison_of_all_rows_finds_a_rule_that_is_wrong_for_one_row():
     names["data"].tensors[0][1001, 0] = 7
     with pytest.raises(AssertionError, match="not close"):
         exec(lines[lines.index("batch = ") :], names)
+
+
+def test_the_script_of_migration_resumes_with_the_rate_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Steps 13 to 17 are charged, and no checkpoint holds them."""
+    monkeypatch.chdir(tmp_path)
+    account_by_rdp(monkeypatch)
+    (block,) = (block for block in blocks("docs/migration.md", "python") if "scheduler.last_epoch" in block.text)
+    text, call, calls = block.text.replace("= 20, 120, 3.0", "= 3, 120, 3.0"), pg.PrivateGradient.__call__, count(1)
+
+    def interrupted(private_grad: pg.PrivateGradient, batch: Any) -> Any:
+        released = call(private_grad, batch)
+        if next(calls) == 17:
+            raise KeyboardInterrupt
+        return released
+
+    monkeypatch.setattr(pg.PrivateGradient, "__call__", interrupted)
+    names: dict[str, Any] = {}
+    with pytest.raises(KeyboardInterrupt):
+        exec(text, names)
+    names["ledger"].close()
+    with warnings.catch_warnings(action="error"):
+        exec(text, names)
+    assert names["scheduler"].last_epoch == names["ledger"].next_step == 36
+    assert names["optimizer"].param_groups[0]["lr"] == 0
+    names["ledger"].close()
 
 
 def test_the_guides_fit_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

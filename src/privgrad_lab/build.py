@@ -57,7 +57,6 @@ OF_DATA = _IMAGES | _VECTORS | _WORDS | {"num_classes", "input_dims", "length"}
 
 
 def _fact(name: str, given: ModelTable, data: DataSet) -> Any:
-    """Return the argument of this name that a model takes from the data."""
     if name in ("vocabulary", "num_tokens"):
         if data.vocabulary is None:
             raise wrong("data.use", "to be text for this model", data.name)
@@ -356,7 +355,6 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
 
 
 def _has_private_sizes(given: DataTable, data: DataSet) -> bool:
-    """Return whether no error or report may show the exact sizes of the parts."""
     # By unit, a keyed hash of each unit chose its part. A function of the user may hide how it divided its parts, and
     # public examples that are taken out change the split.
     return not given.use or ":" in given.use or data.split == "unit"

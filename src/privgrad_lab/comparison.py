@@ -89,7 +89,6 @@ def compare(
 
 
 def _name_of(place: str, function: Callable[..., Any]) -> str:
-    """Return "module:function" for a function at the top level of a module; a lambda or a nested one is refused."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
         remedy = "move it to the top level of a module: a resumed comparison finds it by its name"

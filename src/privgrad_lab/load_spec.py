@@ -222,7 +222,6 @@ def _methods_follow_their_rules(spec: Spec) -> None:
 
 
 def _methods_with_one_grid_have_equally_many_candidates(spec: Spec) -> None:
-    """Methods that are tuned together get the same number of trainings."""
     together = [method for method in spec.methods if spec.shares_grid(method)]
     if not together or spec.tuning is None or spec.tuning.noise_steps is None or spec.privacy.total_epsilon is not None:
         return

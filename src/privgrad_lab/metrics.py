@@ -142,12 +142,15 @@ def scored_by(by: str, data: DataSet) -> str:
 
 
 def constants(examples: TensorDataset, data: DataSet) -> dict[str, float]:
-    """Return what two models without inputs reach on `examples`; nothing for scores other than accuracy.
+    """Return what models without inputs reach on `examples`: on classes, or on counts.
 
-    The first always says the most frequent class, and the probabilities of the second are the shares of the classes.
-    Each person counts once, as in `measure`.
+    One always says the most frequent class, and the probabilities of another are the shares of the classes. Each person
+    counts once, as in `measure`. Of counts it is Poisson's deviance of the labels' mean, of all labels together.
     """
     labels = examples.tensors[1]
+    if data.schema and data.schema.counts:
+        known = labels[has_label(labels)].double()
+        return {"mean_deviance": 2 * torch.special.xlogy(known, known / known.mean().clamp(min=1e-300)).mean().item()}
     if data.score != "accuracy" or labels.is_floating_point() or (labels.ndim > 1 and not data.by_person):
         return {}
     rows = labels.view(len(labels), -1)

@@ -107,7 +107,6 @@ class PaidFolder:
         return record
 
     def _scored(self, spec: Spec, run: Run, model: nn.Module, data: DataSet) -> Record:
-        """Return the score that chooses among candidates, with noise unless it is of public examples."""
         assert spec.tuning is not None
         people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
         assert people is not None
@@ -316,7 +315,6 @@ def check(spec: Spec) -> DataSet:
 
 
 def _trials(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
-    """Yield a training of each candidate with the noise of trials, and that of the one with the best noisy score."""
     candidates = candidates_of(spec)
     task = bar.add_task("trials", total=len(candidates), note="")
     for method, candidate in candidates:
@@ -330,7 +328,6 @@ def _trials(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
 
 
 def _select(spec: Spec, place: PaidFolder, bar: Progress) -> Iterator[Run]:
-    """Yield a secret, random number of trainings of random candidates."""
     candidates = candidates_of(spec)
     place.require_kept(place.selection)
     chosen = _secret_choice(place.selection, spec, len(candidates))

@@ -113,7 +113,6 @@ def _plain(asked: _Asked) -> Price:
 
 
 def _trials(asked: _Asked) -> Price:
-    """Train each candidate once with much noise, and score it; the last training gets what is left."""
     count = asked.count
     # Squared inverse noise adds up over releases: this noise makes all trials together cost their share of the total.
     trial = _rounded_up(asked.sigma(asked.rate, asked.steps) * math.sqrt(count / _SHARE_OF_TRIALS))
@@ -131,7 +130,6 @@ def _trials(asked: _Asked) -> Price:
 
 
 def _select(asked: _Asked) -> Price:
-    """Train and score a random number of random candidates; the best one is released."""
     # The noise of a score is a fixed multiple of that of a training, so that one number is left to calibrate.
     ratio = asked.sigma(1.0, 1) / asked.sigma(asked.rate, asked.steps) / math.sqrt(_SHARE_OF_SCORES)
     calibrate = partial(accounting.calibrate, target_epsilon=asked.total, delta=asked.delta)
@@ -158,7 +156,6 @@ def _scores(noise: float | None, count: int) -> tuple[Release, ...]:
 
 
 def _rounded_up(noise: float) -> float:
-    """Return a noise multiplier rounded up to three digits, which costs less than the given one."""
     scale = 10 ** (math.floor(math.log10(noise)) - 2)
     return float(f"{math.ceil(noise / scale) * scale:.6g}")
 

@@ -55,7 +55,7 @@ def _held(out: Path, description: str) -> str:
         return "runs without their spec.json" if (out / "runs.jsonl").exists() else ""
     try:
         old, new = (_of_trainings(old_spelling.canonical(json.loads(text))) for text in (path.read_text(), description))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError, LookupError):
         return "a spec.json that cannot be read"
     # The name of a function does not count: it may have moved since. Only the function counts.
     keys = [key for key in {**old, **new} if _resolved(old.get(key)) != _resolved(new.get(key))]
@@ -69,6 +69,10 @@ def _of_trainings(described: dict[str, Any]) -> dict[str, Any]:
     if "total_epsilon" not in described.get("privacy", {}):  # in a private comparison, the order decides the draw
         run["metrics"] = sorted(run.get("metrics", ()))
         found["methods"] = sorted(described.get("methods", ()), key=lambda method: method["name"])
+    else:
+        tables = [table for method in described["methods"] for _, table in sorted(method.items())]
+        grids = [[name for name in table if type(table[name]) is list] for table in tables if type(table) is dict]
+        found["order of values to try"] = grids
     return found | {"run": run}
 
 
@@ -269,7 +273,6 @@ def _only(values: Iterable[Any]) -> Any:
 
 
 def _at_edge(chosen: float | None, tried: set[float]) -> bool | None:
-    """Return whether the chosen value is the smallest or largest tried; None if fewer than two were tried."""
     return chosen in (min(tried), max(tried)) if chosen is not None and len(tried) > 1 else None
 
 

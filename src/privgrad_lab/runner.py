@@ -370,13 +370,11 @@ class _Research:
                 self._bar.advance(self._task)
 
     def _more(self, method: MethodTable, candidates: Sequence[Candidate]) -> Iterator[Run]:
-        """Yield tuning runs beyond the first grids, which the bar counts from the start."""
         total = self._bar.tasks[self._task].total or 0
         self._bar.update(self._task, total=total + len(candidates) * len(self._seeds))
         yield from self._runs(method, candidates, "tuning")
 
     def _reuse(self, run: Run) -> None:
-        """Keep the record of an equal tuning run as that of a final run."""
         # If tuning uses the training loss, both are the same training with the same measurements.
         if run.phase == "tuning" or self._by != "train_loss" or self._spec.tuning_scale > 1:
             return

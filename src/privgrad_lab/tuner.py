@@ -144,10 +144,8 @@ def _means(costs: dict[Candidate, list[float]]) -> dict[Candidate, float]:
 
 
 def _best(means: dict[Candidate, float]) -> Candidate:
-    """Return the candidate with the smallest mean cost; of equal ones, the smallest candidate."""
 
     def order(candidate: Candidate) -> list[tuple[str, Any]]:
-        """Compare values of any types: own values may be numbers, texts, lists or absent."""
         values = [*candidate[:-1], *(value for _, value in candidate.own)]
         return [("" if isinstance(value, int | float) else type(value).__name__, value) for value in values]
 

@@ -34,6 +34,7 @@ from privgrad_lab.comparison import paid_report_of
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.paid_runner import PaidFolder, largest_total
 from privgrad_lab.prices import price, prices_of
+from privgrad_lab.records import claim, describe, require_same
 from privgrad_lab.spec import Spec
 
 METHOD: dict[str, Any] = {"name": "DP-SGD", "optimizer": {"use": "SGD", "momentum": 0.9}}
@@ -239,6 +240,32 @@ def test_a_single_clipping_norm_is_not_shown_with_each_trial(tmp_path: Path):
     assert "Own options" not in page
     assert "DP-SGD (u 0." in page
     assert page.count("Clipping norm C") == 1  # in the settings
+
+
+@pytest.mark.parametrize(
+    "broken", ["1", "null", '{"run": null}', '{"methods": [{}]}', '{"privacy": {"total_epsilon": 1}}']
+)
+def test_a_damaged_spec_json_is_named(broken: str, tmp_path: Path):
+    (tmp_path / "spec.json").write_text(broken)
+    with pytest.raises(PrivacyError, match=r"a spec\.json that cannot be read"):
+        require_same(tmp_path, describe(spec_of()))
+
+
+def test_the_order_of_values_to_try_counts_within_one_epsilon_and_that_of_others_does_not(tmp_path: Path):
+    """A choice in secret is kept as the number of a candidate."""
+    tried = {"momentum": [0.5, 0.9], "dampening": [0.0, 0.1], "nesterov": False}
+    one, other, alike = (
+        spec_of(way="select", methods=[METHOD | {"optimizer": {"use": "SGD"} | {name: tried[name] for name in names}}])
+        for names in (
+            ("momentum", "dampening", "nesterov"),
+            ("dampening", "momentum", "nesterov"),
+            ("nesterov", "momentum", "dampening"),
+        )
+    )
+    claim(tmp_path, describe(one))
+    require_same(tmp_path, describe(alike))
+    with pytest.raises(PrivacyError, match="runs of a spec with a different order of values to try"):
+        require_same(tmp_path, describe(other))
 
 
 def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):

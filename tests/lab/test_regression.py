@@ -231,6 +231,9 @@ def test_a_count_has_rates_and_the_deviance_of_poisson(folder: Path, tmp_path: P
     deviance = metrics.mean_poisson_deviance(labels, rates)
     assert answer["sklearn.metrics:mean_poisson_deviance"] == pytest.approx(deviance)
     assert answer["absolute_error"] == pytest.approx(metrics.mean_absolute_error(labels, rates))
+    constant = metrics.mean_poisson_deviance(labels, torch.full_like(labels, labels.mean().item()))
+    record = json.loads((tmp_path / "out/runs.jsonl").read_text().splitlines()[-1])
+    assert record["mean_deviance"] == pytest.approx(constant)
     own: Any = {"bounds": (0, 350), "counts": True, "source": "no data", "progress": False}
     by_hand = pg.fit_head(*make_data(spec).train.tensors, **own, **PRIVACY)
     assert by_hand.privacy["max_grad_norm"] == spec.privacy.max_grad_norm

@@ -21,7 +21,7 @@ from privgrad_lab.records import summarize, tuned_names, tuned_seeds
 from privgrad_lab.report import figures
 from privgrad_lab.report.page import write_report
 from privgrad_lab.report.paid import result_text
-from privgrad_lab.report.texts import summary_table, total_text, trainings_text
+from privgrad_lab.report.texts import difference_texts, summary_table, total_text, trainings_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 # The toy regression has records of its own kind, without a report.
@@ -530,6 +530,72 @@ def test_a_method_without_noise_is_no_part_of_the_statement(tmp_path: Path) -> N
     ]
 
 
+def of_seeds(name: str, accuracy: float, **changes: Any) -> list[dict[str, Any]]:
+    return [final(name, seed, accuracy + seed / 1000, **changes) for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "seeds", "told"), [(0.7, 3, True), (0.8, 3, False), (0.7999, 3, True), (0.7, 1, True), (0.9, 1, False)]
+)
+def test_a_method_without_noise_that_is_worse_than_a_private_one_is_no_reference(
+    tmp_path: Path, accuracy: float, seeds: int, told: bool
+) -> None:
+    records = [*of_seeds("A", 0.8)[:seeds], *of_seeds("open", accuracy, epsilon=None, non_private=True)[:seeds]]
+    said = "open is worse than A: it is not tuned well enough to be a reference."
+    assert (said in words(write(tmp_path, records))) is told
+    assert (said in " ".join(printed(records).split())) is told
+    for record in records:  # of a loss, the larger one is worse
+        record |= {"score": None, "test_loss": 1 - record["test_accuracy"], "test_accuracy": None}
+    assert (said in " ".join(printed(records).split())) is told
+
+
+def test_a_verdict_other_than_level_shows_no_zero() -> None:
+    found = {"to": "A", "mean": -0.0003, "interval": [-0.0004, -0.00021], "verdict": "worse"}
+    assert difference_texts(found) == ["-0.0003", "(-0.0004 to -0.0002)", "worse"]
+    assert difference_texts(found, "accuracy") == ["-0.03", "(-0.04 to -0.02)", "worse"]
+    wide = found | {"mean": 0.02, "interval": [0.0001, 0.04], "verdict": "better"}
+    assert difference_texts(wide, "R2") == ["0.020", "(0.0001 to 0.040)", "better"]
+    level = found | {"interval": [-0.0009, 0.0003], "verdict": "level"}
+    assert difference_texts(level) == ["-0.000", "(-0.001 to 0.000)", "level"]
+
+
+def test_a_verdict_on_a_method_at_the_edge_holds_for_its_grid_only(tmp_path: Path) -> None:
+    said = "At the edge of its grid: A. Verdicts hold for this grid only."
+    better = [run | {"test_accuracy": 0.95 + run["seed"] / 1000} for run in over_grid("B", INSIDE)]
+    for grid in (EDGE, INSIDE):
+        records = over_grid("A", grid) + [run for run in better if run["phase"] == "final"]
+        page = words(write(tmp_path, records))
+        assert (said in page) is (grid is EDGE)
+        assert (said in headline(tmp_path, records)) is (grid is EDGE)
+        assert " ".join(printed(records).split()).count(said) == (grid is EDGE)
+    assert said not in printed(over_grid("A", EDGE))  # no verdict
+
+
+def test_the_mark_of_an_edge_stands_below_the_value_that_is_there() -> None:
+    assert columns(printed(over_grid("A", EDGE, radius=0.02)))["u"] == ["0.06", "⚠", "edge", "radius", "0.02"]
+    runs = [run | {"radius": 0.04, "validation_accuracy": 0.1} for run in over_grid("A", INSIDE)[:-5]]
+    found = columns(printed(over_grid("A", INSIDE, radius=0.02) + runs))["u"]
+    assert found == ["0.025", "radius", "0.02", "⚠", "edge"]
+
+
+@pytest.mark.parametrize(
+    ("r2", "deviance", "mean", "is_worse"),
+    [(-0.098, None, None, True), (0.1, None, None, False), (0.1, 2.0, 1.9, True), (0.1, 1.8, 1.9, False)],
+)
+def test_numbers_that_the_mean_predicts_better_are_named(
+    tmp_path: Path, r2: float, deviance: float | None, mean: float | None, is_worse: bool
+) -> None:
+    counted: dict[str, Any] = {} if deviance is None else {"sklearn.metrics:mean_poisson_deviance": deviance}
+    constant: dict[str, Any] = {} if mean is None else {"mean_deviance": mean}
+    record = final("head", accuracy=r2, score="r2", metrics={"r2": r2, "absolute_error": 1.0, **counted}, **constant)
+    said = "head is worse than always saying the mean of the test labels"
+    assert (said in " ".join(printed([record]).split())) is is_worse
+    assert (said in words(write(tmp_path, [record]))) is is_worse
+    outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "r2": r2, "loss": 1.0, "metrics": {}}
+    outcome |= {"privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "none"}
+    assert (f". {said}. Total" in result_text(outcome, [record])) is is_worse
+
+
 def test_a_single_point_is_no_plot(tmp_path: Path) -> None:
     page = write(tmp_path, [final(curve=final()["curve"][-1:])])
     assert "<img" not in page
@@ -915,7 +981,7 @@ def test_the_fullest_terminal_table_is_whole_at_80_columns() -> None:
     held = columns(printed(records))
     assert list(held) == ["method", "accuracy", "loss", "ε", "rate", "seeds", "clipped floored"]
     assert "".join(held["method"]).startswith("AdaDPS,byrank,momentum[red]Averyveryverylongname")
-    assert held["rate"][:7] == ["u", "0.06", "radius", "0.02", "momentum_decay", "0.004", "debias_floor"]
+    assert held["rate"][:9] == ["u", "0.06", "⚠", "edge", "radius", "0.02", "momentum_decay", "0.004", "debias_floor"]
     assert held["rate"][-2:] == ["lr", "3.2e-05"]
     assert held["clipped floored"] == ["1.1", "%", "⚠", "100", "%"] * 2 + ["–"] * 2
 

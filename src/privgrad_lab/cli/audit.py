@@ -156,7 +156,6 @@ def _chosen(spec: Spec, methods: Sequence[str] | None) -> list[MethodTable]:
 
 
 def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
-    """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
     (prepared, data), delta = _prepared(spec, method, data), spec.privacy.delta
     sigma, count = prepared.plan.noise_multiplier, 8 * prepared.plan.group_size
     if epsilon is not None:

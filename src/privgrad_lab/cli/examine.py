@@ -95,7 +95,6 @@ def examine(path: Path, *, as_json: bool, rewrite: bool = False) -> int:
 
 
 def _of_delta(privacy: dict[str, Any]) -> list[RawFinding]:
-    """Return a finding if delta is so large that `PrivacyPlan` warns of it. It depends on public numbers alone."""
     delta, count = privacy.get("delta"), privacy.get("num_examples")
     if "simulate" in privacy or not (isinstance(delta, float) and isinstance(count, int) and count > 0):
         return []

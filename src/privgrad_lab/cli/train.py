@@ -154,7 +154,6 @@ def move_aside(folder: Path) -> None:
 
 
 def _dry_run(spec: Spec, *, as_json: bool) -> int:
-    """Check a comparison, and print what it would cost; return 1 if the shared budget has no room. Write nothing."""
     from privgrad_lab.report.paid import price_table
 
     if spec.privacy.total_epsilon is None:
@@ -204,7 +203,6 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
 
 
 def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool, headline: Record | None = None) -> None:
-    """Write the report, and print its summary or, with `as_json`, its numbers and the headline of a single training."""
     from privgrad_lab.report.texts import summary_table, total_text
 
     answer, metadata = report_of(spec, records, folder, command=command_line())

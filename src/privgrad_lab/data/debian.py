@@ -371,7 +371,6 @@ def _vocabulary(packages: Sequence[Package], words: int) -> tuple[dict[str, int]
 
 
 def _bags(packages: Sequence[Package], ids: _Numbers, length: int) -> Tensor:
-    """Return the first `length` known words of each package as ids, padded with 0: int64 (n, length)."""
     known = ([ids[word] for word in _words(package) if word in ids] for package in packages)
     return padded(known, len(packages), length)
 
@@ -387,7 +386,6 @@ def _words(package: Package) -> list[str]:
 
 
 def _pairs(packages: Sequence[Package], count: int, seen: set[str], rng: random.Random) -> list[tuple[str, str, int]]:
-    """Return up to `count` (premise, hypothesis, label), three for each premise that is not in `seen`."""
     sections: dict[str, list[Package]] = {}
     for package in packages:
         sections.setdefault(package.section, []).append(package)
@@ -463,7 +461,6 @@ def _parsed(folder: Path, lists: _Lists, translations: _Lists) -> _Index:
 
 
 def _lists(folder: Path, kind: str) -> _Lists:
-    """Return the lists of a kind in any compression, without apt's indices of differences."""
     files = sorted(folder.glob(f"*_dists_*_main_*{kind}*"))
     kept = [file for file in files if re.search(rf"_{kind}(\.[a-z0-9]+)?$", file.name)]
     return tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in kept)

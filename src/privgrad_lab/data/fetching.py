@@ -215,7 +215,6 @@ def _from_url(way: Way, folder: Path, report: Report) -> Path:
 
 
 def _from_client(*command: str) -> Callable[[Way, Path, Report], Path]:
-    """Return a function that runs a package manager's download into a folder and returns the one file."""
 
     def run(way: Way, folder: Path, report: Report) -> Path:
         report(str(way), 0, None)

@@ -166,7 +166,6 @@ def problem_of_count(count: int, units: str, num_examples: int) -> tuple[str, st
 
 
 def _finding(column: str, what: str, rows: Sequence[int | str], remedy: str) -> list[RawFinding]:
-    """Return a finding on rows, counted from 0, or on files; none without any."""
     first = tuple(row + 1 if isinstance(row, int) else row for row in rows[:_SHOWN])
     return [RawFinding(column, what, len(rows), first, remedy)] if rows else []
 

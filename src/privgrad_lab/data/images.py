@@ -192,7 +192,6 @@ def _cifar_source(path: PathLike | None) -> Path:
 
 
 def _cifar_files(source: Path) -> dict[str, bytes]:
-    """Return the contents of the batches in a folder or archive, by file name; absent batches are left out."""
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
     with readable("cifar10", f"{source}", "to be the archive of CIFAR-10's python version", "fetch it again"):
@@ -214,14 +213,12 @@ class _InertUnpickler(pickle.Unpickler):
     """An unpickler for bytes, numbers, lists, dicts and inert arrays: a hostile file cannot run code."""
 
     def find_class(self, module_name: str, global_name: str, /) -> type[_Inert]:
-        """Return the stand-in for a numpy class, or refuse whatever else the file names."""
         if module_name.split(".")[0] != "numpy" or global_name not in ("_reconstruct", "ndarray", "dtype"):
             raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, which is no array")
         return _Inert
 
 
 def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Tensor]:
-    """Return images, uint8 (n, 3, 32, 32), and labels, int64 (n,), of a pickled dict of an array and a list."""
     remedy = "fetch the python version again"
     with readable("cifar10", f"{name} in {source}", "to be a pickled batch of images", remedy):
         if raw is None:

@@ -172,7 +172,6 @@ class _Features:
         )
 
     def _sequences(self, texts: Sequence[Sequence[str]]) -> Tensor:
-        """Return ids, int64 (n, length): the start, the first words, padding."""
         known = ([_START, *(self._ids.get(word, _UNKNOWN) for word in text[: self._length])] for text in texts)
         return padded(known, len(texts), self._length)
 
@@ -195,6 +194,5 @@ def _words(text: str) -> list[str]:
 
 
 def _amazon_review(review: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return a review and whether it is positive, with four or five stars; nothing with three."""
     stars = float(review["overall"])
     return [] if stars == 3 else [(str(review["reviewText"]), int(stars > 3))]

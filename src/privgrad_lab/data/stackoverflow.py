@@ -90,7 +90,6 @@ def stackoverflow(
 def _users(
     file: Path, ids: Mapping[str, int], tags: Mapping[str, int], length: int, minimum: int, cap: int
 ) -> Iterator[_Rows]:
-    """Yield the posts of each user with at least `minimum` posts; at most `cap` posts per user."""
     import h5py
 
     with h5py.File(file) as opened:
@@ -108,7 +107,6 @@ def _users(
 
 
 def _tensors(rows: _Rows, length: int, tags: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return word ids, int64 (n, length), and tags, float32 (n, tags), of the posts in their order."""
     labels = torch.zeros(len(rows), tags)
     for row, (_, _, known) in enumerate(rows):
         labels[row, known] = 1

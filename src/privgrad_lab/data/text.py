@@ -183,7 +183,6 @@ def _read(function: str, path: Path) -> str:
 
 
 def _tagged_words(path: Path) -> list[str]:
-    """Return the words of a file of the Brown corpus, without their tags and in lower case."""
     tokens = [token.rpartition("/") for token in _read("brown", path).split()]
     untagged = next((tag for word, _, tag in tokens if not word), None)
     if untagged is not None:
@@ -192,7 +191,6 @@ def _tagged_words(path: Path) -> list[str]:
 
 
 def _basic_english(text: str) -> list[str]:
-    """Return the words of a text as torchtext's tokenizer basic_english splits it."""
     text = re.sub(r"<br />|[;:]", " ", text.lower().replace('"', ""))
     return re.sub(r"(['.,()!?])", r" \1 ", text).split()
 
@@ -230,6 +228,5 @@ def _next_words(
 
 
 def _snli_pair(pair: dict[str, Any]) -> list[tuple[str, str, int]]:
-    """Return (premise, hypothesis, label) of a line of SNLI; nothing without a gold label."""
     label = pair["gold_label"]
     return [] if label == "-" else [(pair["sentence1"], pair["sentence2"], _SNLI_LABELS.index(label))]

@@ -129,7 +129,6 @@ def clipping_bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: 
 def _measured(
     stop: Stop, spec: Spec, method: MethodTable, seed: int, data: DataSet, probe: Mapping[str, Any]
 ) -> Iterator[Record]:
-    """Yield the bias of clipping at one stop: a record for each batch size and each point of evaluation."""
     candidate, losses = spec.grid(method)[0], losses_for(data)
     places: dict[str, Contribution | None] = {"plain": None}
     own = method.at(candidate).perturbation()
@@ -356,7 +355,6 @@ def _once_along(
 
 
 def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
-    """Return, by panel, the "edges" of the bins and the number of coordinates of each kind in each bin."""
     clean, noisy = moments.raw_exp_avg_sq, moments.exp_avg_sq
     debiased = {name: v - moments.noise_var[name] for name, v in noisy.items()}
     updates = moments.updates(debias_floor=_FLOOR)

@@ -83,7 +83,6 @@ _PROBES: dict[str, Callable[..., Found]] = {
 
 
 def _load(name: str) -> dict[str, Any]:
-    """Return an item's tables, merged over the tables of its base item if it names one."""
     raw = tomllib.loads(_ITEMS.joinpath(f"{name}.toml").read_text())
     base = raw.pop("base", None)
     # The paper's numbers belong to one item, so they are not inherited.
@@ -136,7 +135,6 @@ def prepared(
 
 
 def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the method with the first entry of each grid; a grid of rates that may grow keeps all entries."""
     small, grown = dict(method), "optimizer.lr" if tuning.get("extend") else ""
     for place, values in MethodTable.model_validate(method).grids.items():
         part, _, name = place.partition(".")
@@ -174,7 +172,6 @@ def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Rec
 
 
 def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool) -> Found:
-    """Run a table item: for each row, the score (or loss) of its methods; each row has its own folder."""
     # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none.
     (recorded.require_same if so_far else recorded.claim)(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
@@ -203,7 +200,6 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, prog
 
 
 def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> Found:
-    """Summarize records next to the paper's numbers, by method; `stands_in_for` names the paper's data if others do."""
     found = {method.name: _method_numbers(method, spec, records, stands_in_for) for method in spec.methods}
     return found, _comparison_table(spec, records, found, stands_in_for)
 
@@ -211,7 +207,6 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
 def _method_numbers(
     method: MethodTable, spec: Spec, records: Sequence[Record], stands_in_for: str | None
 ) -> dict[str, Any]:
-    """Return the chosen and tried values of one method, and its numbers by group of classes."""
     runs = [record for record in records if record["method"] == method.name]
     finals, theirs = recorded.in_phase(runs, "final"), spec.paper.get(method.name, {})
     rows: dict[str, Any] = {}
@@ -243,7 +238,6 @@ def _method_numbers(
 def _comparison_table(
     spec: Spec, records: Sequence[Record], found: Mapping[str, Mapping[str, Any]], stands_in_for: str | None
 ) -> Table:
-    """Return the numbers of all methods as a table with the paper's numbers, if the paper has any."""
     score = next((record["score"] for record in records), None)
     shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
     paper = f"paper,\n{stands_in_for}" if stands_in_for else "paper"

@@ -147,7 +147,6 @@ def _private(item: Toy, method: str, step: float, trial: int, x: Tensor, y: Tens
 
 
 def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
-    """Train without privacy on mini-batches of fixed size, all trials at once."""
     weights = torch.cat([start(item, trial).weight.detach() for trial in range(item.trials)])
     lr = item.nonprivate["lr"][method] / (scales if method == "AdaS" else torch.ones_like(scales))
     generator, steps = torch.Generator().manual_seed(0), item.nonprivate["steps"]
@@ -166,5 +165,4 @@ def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) ->
 
 @torch.no_grad()
 def _loss(weights: Tensor, x: Tensor, y: Tensor) -> list[float]:
-    """Return the training loss of each row of weights, which have shape (trials, d)."""
     return cast("list[float]", ((weights @ x.T - y).square().mean(1) / 2).tolist())

@@ -79,7 +79,6 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def _measured(records: Sequence[Record]) -> dict[str, str]:
-    """Return what was measured along trainings: the score, if there is one, and the loss or mean absolute error."""
     score, finals = recorded.score_of(records), recorded.in_phase(records, "final")
     shown = {"accuracy": score} if any(run.get("test_accuracy") is not None for run in finals) else {}
     return shown | ({"absolute_error": "mean absolute error"} if score == "R2" else {"loss": "loss"})
@@ -124,7 +123,6 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False, at_end: 
 
 
 def _along(records: Sequence[Record]) -> str:
-    """Return what curves are plotted against: "epsilon", or "step" if every epsilon is infinite."""
     finals = recorded.in_phase(records, "final")
     return "epsilon" if any(recorded.is_finite(run.get("epsilon")) for run in finals) else "step"
 
@@ -168,7 +166,6 @@ def _of_group(number: str, index: int | None, point: Record) -> float | None:
 
 
 def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Look, key: str) -> None:
-    """Draw each seed as a point, spread over the height of the method's row, and a bar at the mean."""
     values = [run[key] for run in runs if recorded.is_finite(run.get(key))]
     heights = [row + 0.4 * (i + 0.5) / len(values) - 0.2 for i in range(len(values))]
     ax.scatter(values, heights, color=look["color"], marker=look["marker"], s=44, edgecolor="white", zorder=3)

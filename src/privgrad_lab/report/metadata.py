@@ -107,7 +107,6 @@ def _schedule(spec: Spec, method: MethodTable) -> str:
 
 
 def _turns(spec: Spec, plan: PrivacyPlan) -> dict[str, str | float]:
-    """Return bands, sampling rate and noise multiplier, each by method if methods have noise with memory."""
     if all(method.bands is None for method in spec.methods):
         return {"bands": "1", "sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier}
     plans = {method.name: spec.plan(None, method) for method in spec.methods}

@@ -47,6 +47,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     told = texts.method_texts(records)
     said = written(_facts(records, metadata, privacy))
     headline = _headline(records, rows, protects=said.is_guarantee and privacy["covered"] is not False)
+    headline = f"{headline} {texts.edge_text(rows, told)}".strip()
     return write_index(
         "page.html.j2",
         folder,
@@ -59,6 +60,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         constants=texts.constants_text(records),
         differences=texts.differences_text(rows),
         without_noise=texts.open_text(rows),
+        below=texts.below_text(records, rows),
         rows=told,
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[texts.rate_title(rows)],
         counts=rows if any(row["tuning_trainings"] for row in rows) else [],
@@ -80,7 +82,6 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
 
 
 def _optimizer(record: Record) -> str | None:
-    """Return the optimizer of a run with its options, such as "SGD (momentum 0.9)"; None if it was not recorded."""
     options = recorded.own_text((record.get("options") or {}).items())
     return f"{record['optimizer']} ({options})" if options and record.get("optimizer") else record.get("optimizer")
 

@@ -14,7 +14,15 @@ from privgrad_lab.metrics import is_paid, title
 from privgrad_lab.prices import Price, Way, prices_of, public_count, tunes_norm, way_of
 from privgrad_lab.records import Record, in_phase, lead_of, own_text, score_of
 from privgrad_lab.report.page import write_index
-from privgrad_lab.report.texts import clips_hard, epsilon_text, interval_text, losses_text, number_text, private_text
+from privgrad_lab.report.texts import (
+    below_mean_text,
+    clips_hard,
+    epsilon_text,
+    interval_text,
+    losses_text,
+    number_text,
+    private_text,
+)
 from privgrad_lab.spec import Spec, TuningTable
 
 WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
@@ -65,6 +73,7 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record], *, with_n
         text += ". The two best scores of candidates differ by less than their noise, so the choice may be chance"
     if (constant := outcome.get("class_shares_loss")) is not None and outcome["loss"] > constant:
         text += f". {losses_text(constant, of_head=clips_hard(outcome))[:-1]}"
+    text += f". {below_mean_text(last)[:-1]}" if below_mean_text(last) else ""
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
     cost = f"ε = {epsilon_text(outcome['epsilon'])} at δ = {rounded_up(outcome['delta'])}"
     return f"{text}. Total {cost}{tuned[outcome['way']]}."
@@ -131,7 +140,6 @@ def write_page(
 
 
 def _lines(release: Release | Selection | Split, spec: Spec) -> list[dict[str, str]]:
-    """Return the lines of the bill for a release; for groups of people, one line for each release and group."""
     if not isinstance(release, Split):
         return [_described(release, spec)]
     groups = zip(("training people", "people who are held out"), release.groups, strict=True)
@@ -140,7 +148,6 @@ def _lines(release: Release | Selection | Split, spec: Spec) -> list[dict[str, s
 
 
 def _described(release: Release | Selection, spec: Spec) -> dict[str, str]:
-    """Return one line of the bill: what was released, how often, and with which noise."""
     if isinstance(release, Selection):
         law = "Poisson" if release.shape == math.inf else f"truncated negative binomial of shape {release.shape:g}"
         inner = "; ".join(f"{one['what']}, σ {one['noise']}" for one in (_described(r, spec) for r in release.releases))

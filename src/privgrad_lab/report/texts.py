@@ -1,5 +1,6 @@
 """Numbers of a report as text, for the web page and for a table on a terminal of 80 columns."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,8 +80,7 @@ def method_texts(records: Sequence[Record]) -> list[dict[str, Any]]:
         verdict, text = found.get(row["method"]), row_texts(row, names_rate=is_mixed)
         if verdict is not None:
             others = " and ".join(name for name, key in _EDGES[1:] if row[f"{key}_at_edge"])
-            marks = dict.fromkeys(filter(None, (mark(verdict), EDGE if others else "")))
-            text |= {"at_edge": others, "marks": list(marks), "grid": verdict.text}
+            text |= {"at_edge": others, "marks": list(filter(None, [mark(verdict)])), "grid": verdict.text}
             text["grid_warns"] = mark(verdict) in (EDGE, OPEN)
         texts.append(text)
     return texts
@@ -98,7 +98,8 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
     others |= {name: row[key] for name, key in _EDGES[2:]} | {"bands": row["bands"] if row["bands"] != 1 else None}
     rate, measured = row[row["rate"]], row["noise_step"] if row["rate"] == "lr" else None
     name = f"{rate_title([row])} " if names_rate else ""
-    at_edge = " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"])
+    tuned = {name: f"{name} {value:g}" for name, value in others.items() if value is not None}
+    ends = {"C" if key == "norm" else name for name, key in _EDGES if row[f"{key}_at_edge"]}
     cost, simulated = epsilon_text(row["epsilon"]), row["simulates_epsilon"]
     if recorded.is_finite(simulated):
         cost = f"∞ (simulates {epsilon_text(simulated)})"
@@ -118,10 +119,11 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
         "uncovered": row["sampling"] == SHUFFLED,
         "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
         "measured": "" if measured is None else f"u {measured:.2g}, measured",
-        "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
+        "others": list(tuned.values()),
+        "tuned": [line for name, one in tuned.items() for line in (one, *[EDGE] * (name in ends))],
         "own": row["own"].split(", ") if row["own"] else [],
-        "at_edge": at_edge,
-        "marks": [EDGE] if at_edge else [],
+        "at_edge": " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"]),
+        "marks": [EDGE] if row["lr_at_edge"] else [],
         "grid": "",
         "grid_warns": False,
         "seeds": str(row["seeds"]),
@@ -143,8 +145,11 @@ def difference_texts(found: Mapping[str, Any] | None, score: str = "") -> list[s
     """Return a difference of two methods, its interval and its verdict; an empty list for None."""
     if found is None:
         return []
-    center, low, high = (number_text(one, score, "") for one in (found["mean"], *found["interval"]))
-    return [center, f"({low} to {high})", found["verdict"]]
+    ends = [number_text(one, score, "") for one in (found["mean"], *found["interval"])]
+    if found["verdict"] != "level":  # the interval has no 0, and shows none
+        exact = (one * (1 if score in ("", "R2") else 100) for one in (found["mean"], *found["interval"]))
+        ends = [text if text.strip("-0.") else f"{one:.1g}" for text, one in zip(ends, exact, strict=True)]
+    return [ends[0], f"({ends[1]} to {ends[2]})", found["verdict"]]
 
 
 def interval_text(ends: Sequence[float] | None, score: str = "") -> str:
@@ -206,6 +211,25 @@ def differences_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return "" if found is None else f"Differences are to {found['to']}, {what}"
 
 
+def edge_text(rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence on compared methods whose tuned value is at an end of its grid; "" without a verdict on any."""
+    names = [text["method"] for text in texts if EDGE in text["marks"] + text["tuned"]]
+    is_told = names and any(row["difference"] is not None for row in rows)
+    return f"At the edge of its grid: {', '.join(names)}. Verdicts hold for this grid only." if is_told else ""
+
+
+def below_text(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence on methods without noise that are worse than private ones; "" without any."""
+    sign = -1 if recorded.is_cost(recorded.leading(records)) else 1
+    ranked = [(sign * row["lead"]["mean"], row) for row in rows if recorded.is_finite(row["lead"]["mean"])]
+    texts = [
+        f"{one['method']} is worse than {other['method']}: it is not tuned well enough to be a reference."
+        for (mean, one), (least, other) in itertools.product(ranked, ranked)
+        if one["non_private"] and not other["non_private"] and mean < least
+    ]
+    return " ".join(texts)
+
+
 def open_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence on the methods of `summarize` rows that train without noise; "" without any."""
     names = " and ".join(row["method"] for row in rows if row["non_private"])
@@ -243,7 +267,15 @@ def constants_text(records: Sequence[Record]) -> str:
         names = sorted({record["method"] for record in worse})
         several = len({record["method"] for record in finals}) > 1
         texts += [losses_text(constant, names if several else [], of_head=any(map(clips_hard, worse)))] if worse else []
-    return " ".join(texts)
+    return " ".join([*texts, *dict.fromkeys(filter(None, map(below_mean_text, finals)))])
+
+
+def below_mean_text(record: Mapping[str, Any]) -> str:
+    """Return a sentence for a number or a count that is predicted worse than by the labels' mean; "" otherwise."""
+    found = record.get("metrics") or {}
+    deviance = found.get("sklearn.metrics:mean_poisson_deviance", 0.0)
+    is_worse = found.get("r2", 0.0) < 0 or deviance > record.get("mean_deviance", math.inf)
+    return f"{record['method']} is worse than always saying the mean of the test labels." if is_worse else ""
 
 
 def clips_hard(record: Mapping[str, Any]) -> bool:
@@ -273,7 +305,7 @@ def summary_table(records: Iterable[Record]) -> Table:
         "loss": [row["loss"] for row in texts],
         "metrics": ["\n".join(f"{k} {v}" for k, v in row["metrics"].items()) for row in texts],
         "ε": [row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "") for row in texts],
-        title: ["\n".join([row["rate"], *row["others"], *row["own"], *row["marks"]]) for row in texts],
+        title: ["\n".join([row["rate"], *row["marks"], *row["tuned"], *row["own"]]) for row in texts],
         "seeds": [row["seeds"] for row in texts],
         "clipped": [row["clipped"] + ("\n⚠ low" if row["few_clipped"] else "") for row in texts],
         "floored": [row["floored"] for row in texts],
@@ -315,7 +347,6 @@ def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]
 
 
 def _widths(columns: Mapping[str, Sequence[str]]) -> tuple[list[int], int]:
-    """Return the widths of all columns after the first, and the width that 80 columns leave for the first."""
     lines = [[line for cell in (name, *cells) for line in cell.split("\n")] for name, cells in columns.items()]
     widths = [max(map(len, column)) for column in lines[1:]]
     return widths, 80 - sum(widths) - 3 * len(columns) - 1
@@ -326,16 +357,18 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     one = "One seed." if any(record.get("seed") is not None for record in records) else "One training."
     spread = f"± one standard deviation over {f'{min(counts)} seeds' if len(counts) == 1 else 'seeds'}."
     seeds = ({0: "", 1: one} if len(counts) == 1 else {}).get(next(iter(counts), 0), spread)
+    marks = [one for row in texts for one in row["marks"] + row["tuned"]]
     low = "; ⚠: below 2 %, lower C" if any(row["few_clipped"] for row in texts) else ""
     clipped = f"clipped: share of gradients longer than C in the last tenth of the steps, NOT private{low}."
     lines = (
         f"{seeds} Measured on {recorded.measured_on(records)} examples, without privacy for these.".lstrip(),
-        *(constants_text(records), differences_text(rows), open_text(rows)),
+        *(constants_text(records), differences_text(rows), edge_text(rows, texts)),
+        *(open_text(rows), below_text(records, rows)),
         SIMULATED if recorded.simulated_epsilon(records) is not None else "",
         "u: noise step." if any(row["rate"] == "noise_step" for row in rows) else "",
         f"Tuned by {tuned_by_text(records)}." if recorded.in_phase(records, "tuning") else "",
         clipped if any(row["clipped"] != "–" for row in texts) else "",
-        *(f"{mark}: {meaning}" for mark, meaning in MEANINGS.items() if any(mark in row["marks"] for row in texts)),
+        *(f"{one}: {said}" for one, said in MEANINGS.items() if one in marks),
         trainings_text(rows),
     )
     return "\n".join(filter(None, lines))
