@@ -319,7 +319,7 @@ class Head(nn.Module):
         require_declared("Head.save", self.target, self.classes, schema, self.model.linear.in_features)
         facts = {
             "format": _FORMAT,
-            "target": asdict(self.target),
+            "target": {name: value for name, value in asdict(self.target).items() if value is not False},  # no counts
             "width": self.model.linear.in_features,
             "input_dims": self.model.input_dims,
             "extractor": None if self.extractor is None else self.extractor.digest(),
