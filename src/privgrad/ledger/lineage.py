@@ -109,8 +109,8 @@ def _note_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: object) -
         warn_of_other_model(f"{type(optimizer).__name__}.step", own)
     if known := [(p, group) for p, group in given if id(p) in _IDS]:
         ASSIGNED.clear()  # as this optimizer uses them
-    held = [_OF_PARAMETERS[p] for p, group in known if _is_moved(p) and group.get("lr") != 0]
-    unmarked = [one for one in held if not one.moved_by and any(ledger.releases for ledger in one)]
+    held = [_OF_PARAMETERS.get(p) for p, group in known if _is_moved(p) and group.get("lr") != 0]
+    unmarked = [one for one in held if one and not one.moved_by and any(ledger.releases for ledger in one)]
     if not unmarked:
         return
     for lineage in unmarked:
@@ -129,10 +129,8 @@ def _is_waiting(model: nn.Module) -> bool:
 
 
 def _is_moved(parameter: Tensor) -> bool:
-    """Return whether a parameter of a private training has a `.grad` that was not released; ours leave none."""
-    if cast(Tensor, parameter.grad) in RELEASED or hasattr(parameter, "summed_grad"):  # Opacus' own, which has noise
-        return False
-    return parameter in _OF_PARAMETERS
+    """Return whether the `.grad` of a parameter was not released; ours leave none, and that of Opacus has noise."""
+    return cast(Tensor, parameter.grad) not in RELEASED and not hasattr(parameter, "summed_grad")
 
 
 # Fault: an optimizer that was made before `pg.fix`, or before another copy: the model that is trained never moves.

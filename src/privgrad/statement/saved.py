@@ -144,8 +144,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
     try:
         safetensors().load_model(model, str(place / WEIGHTS))
     except Exception as error:  # safetensors and torch raise errors of several types
-        is_fixed = "running_mean" in str(error)  # the statistics that `fix` takes away
-        remedy = f"make the model with the same code and sizes as before{', also by privgrad.fix' * is_fixed}"
+        remedy = "make the model with the same code and sizes as before"
+        remedy += ", or give privgrad.fix(model)" if "running_mean" in str(error) else ""
         got = " ".join(str(error).split())[:300]
         raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
     size, delta = (rounded_up(float(numbers[name]), 4) for name in ("epsilon", "delta"))
