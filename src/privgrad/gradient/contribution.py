@@ -195,8 +195,7 @@ class SampleGradient(Contribution):
 
     def __init__(self, privacy_unit: PrivacyUnit = "example", max_rows: int | None = None) -> None:
         require_choice("SampleGradient", "privacy_unit", privacy_unit, get_args(PrivacyUnit))
-        if max_rows is not None:
-            require_integer("SampleGradient", "max_rows", max_rows, 1)
+        require_integer("SampleGradient", "max_rows", 1 if max_rows is None else max_rows, 1)
         self.privacy_unit, self.max_rows = privacy_unit, max_rows
 
     def __repr__(self) -> str:
