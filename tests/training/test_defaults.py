@@ -147,8 +147,8 @@ def test_a_last_layer_of_zeros_shows_no_normalization(norm: str):
     batch = torch.randn(8, 1, 6, 6), torch.arange(8) % 3
     settings: Any = {"public_batch": batch, "loss_fn": classes}
     assert ("normalized" in str(pg.suggest(model, make_plan(), **settings))) == ("after" in norm)
-    nn.init.zeros_(model[-1].weight)
-    nn.init.zeros_(model[-1].bias)
+    for parameter in model[-1].parameters():
+        nn.init.zeros_(parameter)
     assert "normalized" not in str(pg.suggest(model, make_plan(), **settings))
 
 
