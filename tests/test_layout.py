@@ -31,7 +31,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "(root)": 3674,  # what was released; `fix`; plans in epochs, whose batch size is their mean, and for attacks
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
-        "checks": 1880,  # rounding told from a branch; `fix`; one gradient at a time; rare rows; what collate keeps
+        "checks": 1884,  # rounding told from a branch; `fix`; one gradient at a time; rare rows; what collate keeps
         "cli": 630,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1640,  # pairs of columns; counts; columns of persons; few odd values; numbers as labels; categories

@@ -139,14 +139,16 @@ def test_mixing_in_single_precision_alone_is_no_rounding():
         require_same_losses_in_half(model, loss_fn, (x,), Randomness())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_losses_of_rounding_errors_alone_are_accepted(seed: int):
+def test_losses_of_rounding_errors_alone_are_accepted(seed: int, autocast: bool):
     torch.manual_seed(seed)
     model, x = nn.Linear(50, 1), 1000 * torch.randn(32, 50)
     y = model(x).detach() * (1 + 1e-6 * torch.randn(32, 1))
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch[0]) - batch[1]).square()[:, 0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return (model(batch[0]) - batch[1]).square()[:, 0]
 
     require_same_losses_in_half(model, loss_fn, (x, y), Randomness())
 

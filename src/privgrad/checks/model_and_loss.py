@@ -38,6 +38,7 @@ from privgrad.gradient.functional import Structure, losses_on_copies, own_parame
 from privgrad.gradient.probes import (
     FOUR,
     InDouble,
+    Precision,
     doubled,
     few_of,
     four_of,
@@ -378,7 +379,8 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
     with suppress(Exception), saved_tensors_hooks(_forgotten, _forgotten):
         if not far(losses_on_copies(model, loss_fn, few), losses).any():
             return False
-    single = losses_on_copies(model, loss_fn, few)  # again with a graph, for a loss that differentiates
+    with Precision() as met:
+        single = losses_on_copies(model, loss_fn, few)  # again with a graph, for a loss that differentiates
     if not (differ := far(single, losses)).any():
         return False
     try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision
@@ -387,6 +389,8 @@ def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, 
             alone, together = (losses_on_copies(twin, loss_fn, map_examples(doubled, some)) for some in (few, examples))
         if far(alone, together[own][: len(losses)]).any():
             return True
+        if met.half:  # it would round slight changes away
+            return False
         moved = copy.deepcopy(model)  # in single precision, slight changes of weights then change these losses as much
         for seed in range(2):
             with seeded(seed), torch.no_grad():
