@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, keystr, register_pytree_node, tree_flatten_with_path, tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from privgrad.errors import PrivacyError, described, expected
 
@@ -297,9 +297,9 @@ class NoiseMemory:
     stream: str = ""
 
 
-RELEASED = cast(
-    "MutableMapping[Tensor, bool]", WeakTensorKeyDictionary()
-)  # tensors that gradients gave out, as they are
+# Tensors that gradients gave out, as they are; and models that were assigned some, which no optimizer has used yet.
+RELEASED = cast("MutableMapping[Tensor, bool]", WeakTensorKeyDictionary())
+ASSIGNED = cast("MutableMapping[nn.Module, bool]", WeakIdKeyDictionary())
 
 
 @dataclass(frozen=True)
@@ -368,4 +368,4 @@ class NoisyGradient(Mapping[str, Tensor]):
             raise expected("NoisyGradient.assign", "model", "to be the one that PrivateGradient was given", got)
         for name, value in self.items():
             parameters[name].grad = own = value.to(parameters[name].dtype)
-            RELEASED[own] = True
+            RELEASED[own] = ASSIGNED[model] = True

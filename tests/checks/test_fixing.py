@@ -56,7 +56,7 @@ def test_a_residual_network_trains_after_fix(capsys: pytest.CaptureFixture[str])
     with torch.no_grad():
         model.features.weight.uniform_()
     fixed = pg.fix(model)
-    assert "BatchNorm2d by GroupNorm (blocks.0.norm, " in capsys.readouterr().err
+    assert "BatchNorm2d by GroupNorm at blocks.0.norm, " in capsys.readouterr().err
     assert isinstance(fixed, ResNet)
     assert len(find_problems(model)) == 8
     assert find_problems(fixed) == []

@@ -112,6 +112,47 @@ def test_a_model_that_insists_on_half_precision_is_compared_in_it_alone(raises: 
     check_loss(Insists(raises=raises).bfloat16(), losses, examples())
 
 
+class Overflowing(nn.Module):
+    """Looks at the other examples only if one of them is too large for single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.last(x)[:, 0]
+        y = z.exp()
+        if y.isinf().any():
+            y = (z - z.max()).exp()
+        return y
+
+
+def test_mixing_in_single_precision_alone_is_no_rounding():
+    torch.manual_seed(0)
+    model, x = Overflowing(), torch.randn(32, 4)
+    x[20] = 100 * model.last.weight.detach()[0].sign() / model.last.weight.detach().abs().sum()  # exp(100) is infinite
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) + 1).log()
+
+    with pytest.raises(pg.PrivacyError, match="the second half of the batch"):
+        require_same_losses_in_half(model, loss_fn, (x,), Randomness())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_of_rounding_errors_alone_are_accepted(seed: int, autocast: bool):
+    torch.manual_seed(seed)
+    model, x = nn.Linear(50, 1), 1000 * torch.randn(32, 50)
+    y = model(x).detach() * (1 + 1e-6 * torch.randn(32, 1))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return (model(batch[0]) - batch[1]).square()[:, 0]
+
+    require_same_losses_in_half(model, loss_fn, (x, y), Randomness())
+
+
 @pytest.mark.parametrize("differentiates", [False, True])
 def test_half_of_a_batch_is_compared_in_little_memory(differentiates: bool):
     """As a step takes it, because a model may do other things where gradients are switched off."""

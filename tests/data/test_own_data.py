@@ -1120,6 +1120,10 @@ def test_a_plan_for_users_takes_rows_of_persons_only_if_it_is_said():
         pg.PrivateGradient(model, loss_fn, plan)
     with pytest.raises(pg.PrivacyError, match="SampleGradient: expected privacy_unit"):
         pg.perturb.SampleGradient("person")  # pyright: ignore[reportArgumentType]
+    wrong: Any
+    for wrong in (0, -3, 2.5, "7", True):
+        with pytest.raises(pg.PrivacyError, match="SampleGradient: expected max_rows to be an integer >= 1"):
+            pg.perturb.SampleGradient("user", wrong)
 
 
 def test_parts_of_units_are_public_and_those_of_a_table(tmp_path: Path):

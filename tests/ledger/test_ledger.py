@@ -361,6 +361,27 @@ def test_what_the_checksum_cannot_tell(tmp_path: Path):
     assert not forged.went_through(head)
 
 
+@pytest.mark.parametrize(("held", "given"), [(5, None), (5, 6), (5, 5), (None, 5)])
+def test_a_resume_declares_the_same_rows_of_a_person(tmp_path: Path, held: int | None, given: int | None):
+    plan = make_plan(privacy_unit="user")
+
+    def begun(max_rows: int | None) -> None:
+        ledger = pg.Ledger(tmp_path / "ledger.jsonl")
+        perturb = pg.perturb.SampleGradient("user", max_rows)
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, perturb=perturb, ledger=ledger)
+        try:
+            private_grad(next(iter(plan.batches(make_data(), start=ledger.next_step))))
+        finally:
+            ledger.close()
+
+    begun(held)
+    if given == held or held is None:  # older files lack it
+        begun(given)
+        return
+    with pytest.raises(pg.PrivacyError, match=rf"max_rows to be as recorded \(5\), got {given}"):
+        begun(given)
+
+
 @pytest.mark.parametrize(
     "line",
     [

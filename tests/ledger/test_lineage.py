@@ -109,6 +109,105 @@ def test_other_optimizers_of_released_gradients_are_not_warned_of(how: str, tmp_
     assert "moved the weights" not in str(pg.save(model, tmp_path, ledger=private_grad.ledger))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_copies_of_moved_weights_are_stated_as_moved(when: str, tmp_path: Path):
+    model, plan = make_model(), make_plan(delta=1e-3, steps=2)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad(next(iter(plan.batches(make_data()))))
+    early = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="not released"):
+        raw_step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(3, 5))
+    made = early if when == "before" else torch.optim.swa_utils.AveragedModel(model).module
+    said = pg.save(made, tmp_path, ledger=private_grad.ledger)
+    assert ("moved the weights" in str(said)) == (when == "after")
+    in_short = said.sections[0].sentences
+    if when == "after":  # the first words must not promise what later ones take back
+        assert in_short[0].startswith("SGD moved the weights by gradients that were not released")
+        assert in_short[1].startswith("Otherwise: The rows in the training data are protected by")
+        assert not said.is_guarantee
+        assert 'class="warning"' in said.to_html()
+    else:
+        assert in_short[0].startswith("The rows in the training data are protected by")
+
+
+def test_a_second_model_of_one_optimizer_is_marked_too(tmp_path: Path):
+    models, plan = [make_model(), make_model()], make_plan(delta=1e-3, steps=2)
+    grads = [pg.PrivateGradient(model, loss_fn, plan) for model in models]
+    for private_grad in grads:
+        private_grad(next(iter(plan.batches(make_data()))))
+    both = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
+    for model in models:
+        with pytest.warns(UserWarning, match="SGD moved the weights"):
+            raw_step(model, both, torch.ones(3, 5))
+    assert "SGD moved the weights" in str(pg.save(models[1], tmp_path, ledger=grads[1].ledger))
+
+
+@pytest.mark.parametrize("how", ["before the first release", "with a rate of 0"])
+def test_ordinary_steps_without_private_weights_get_no_warning(how: str, tmp_path: Path):
+    model, plan = make_model(), make_plan(delta=1e-3, steps=2)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    other = torch.optim.SGD(model.parameters(), lr=0.0 if "rate" in how else 0.1)
+    for batch in plan.batches(make_data()):
+        if private_grad.ledger.releases == 0 or "rate" in how:
+            raw_step(model, other, torch.ones(3, 5))
+        private_grad(batch)
+    assert "moved the weights" not in str(pg.save(model, tmp_path, ledger=private_grad.ledger))
+
+
+@pytest.mark.parametrize("how", ["torch", "ours"])
+def test_an_optimizer_that_was_made_before_fix_is_warned_of(how: str):
+    before, plan = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), make_plan(delta=1e-3, steps=3)
+    old: Any = (
+        torch.optim.Adam(before.parameters()) if how == "torch" else pg.optim.SGD(before.named_parameters(), lr=1)
+    )
+    model = pg.fix(before)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+
+    def step(batch: pg.Batch) -> None:
+        grad = private_grad(batch)
+        grad.assign(model)
+        old.step(**{} if how == "torch" else {"grad": grad})
+
+    with pytest.warns(UserWarning, match="no parameter of this optimizer belongs to the model of the gradient") as told:
+        list(map(step, plan.batches(make_data())))
+    assert {warning.filename for warning in told} == {__file__}
+    assert how == "ours" or len(told) == 1
+
+
+@pytest.mark.parametrize("how", ["GAN", "frozen", "LBFGS", "part", "cleared", "ours"])
+def test_other_optimizers_next_to_an_assigned_gradient_are_not_warned_of(how: str):
+    model, other, plan = make_model(), make_model(), make_plan(delta=1e-3, steps=3)
+    private_grad, rows = pg.PrivateGradient(model, loss_fn, plan), torch.ones(3, 5)
+    second = pg.PrivateGradient(other, loss_fn, plan) if how == "ours" else None
+    mine = torch.optim.Adam(model.parameters())
+    if how == "part":
+        model[0].requires_grad_(False)
+    steps: dict[str, Any] = {
+        "frozen": torch.optim.SGD(other.requires_grad_(how != "frozen").parameters(), lr=0.1),
+        "LBFGS": torch.optim.LBFGS(other.parameters()),
+        "part": torch.optim.SGD(model[0].parameters(), lr=0.1),
+    }
+    for batch in plan.batches(make_data()):
+        grad = private_grad(batch)
+        grad.assign(model)
+        if how == "GAN":
+            mine.step()  # the discriminator, whose gradient stays
+            other_step = torch.optim.SGD(other.parameters(), lr=0.1)
+            other_step.step()  # no gradient yet
+            model(other(rows)[:, :1].expand(3, 5)).sum().backward()
+            other_step.step()
+        elif how == "cleared":
+            mine.zero_grad()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+        elif how == "LBFGS":
+            steps[how].step(lambda: other.zero_grad() or torch.zeros(()))
+        elif second is not None:
+            pg.optim.SGD(other.named_parameters(), lr=0.1).step(grad=second(batch))
+        else:
+            steps[how].step()
+        mine.step()
+
+
 def counts(model: nn.Module) -> list[int]:
     return sorted(ledger.releases for ledger in pg.ledgers_of(model))
 

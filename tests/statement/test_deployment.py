@@ -112,6 +112,8 @@ def test_the_loader_takes_what_was_saved_and_nothing_else(tmp_path: Path):
             pg.PrivacyError, match=f"load: expected model to have the tensors of .*{re.escape(got)}.*; make"
         ):
             pg.load(differing, tmp_path / "saved")
+    with pytest.raises(pg.PrivacyError, match=r"Missing key.*running_mean.*; make .* as before, or give privgrad.fix"):
+        pg.load(nn.Sequential(*make_model(), nn.BatchNorm1d(3)), tmp_path / "saved")
     with pytest.raises(pg.PrivacyError, match=r"load: .*to hold a saved model, got FileNotFoundError"):
         pg.load(other, tmp_path)
     weights = {name: value + 1 for name, value in model.state_dict().items()}

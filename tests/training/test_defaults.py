@@ -138,6 +138,20 @@ def test_convolutions_before_norms_get_a_larger_noise_step(
     assert ("that are normalized" in str(found)) == (factor > 1 or steps > 200)
 
 
+@pytest.mark.parametrize("norm", ["before the convolution", "after it"])
+def test_a_last_layer_of_zeros_shows_no_normalization(norm: str):
+    """All losses are then equal, whatever the convolution returns."""
+    torch.manual_seed(0)
+    parts = [nn.GroupNorm(1, 1), nn.Conv2d(1, 4, 3)] if "before" in norm else [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)]
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(4 * 16, 3))
+    batch = torch.randn(8, 1, 6, 6), torch.arange(8) % 3
+    settings: Any = {"public_batch": batch, "loss_fn": classes}
+    assert ("normalized" in str(pg.suggest(model, make_plan(), **settings))) == ("after" in norm)
+    for parameter in model[-1].parameters():
+        nn.init.zeros_(parameter)
+    assert "normalized" not in str(pg.suggest(model, make_plan(), **settings))
+
+
 def test_words_are_vectors_with_a_single_one():
     ids = torch.tensor([[1, 1, 2, 0], [3, 4, 0, 0]])  # 0 is padding
     bag = models.bag_of_words(vocabulary=6, num_classes=2)

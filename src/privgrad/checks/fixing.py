@@ -73,7 +73,7 @@ def fix(model: nn.Module) -> nn.Module:
         elif isinstance(module, _InstanceNorm):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
-    changes = "; ".join(f"{change} ({listed(places)})" for change, places in said.items())
+    changes = "; ".join(f"{change} at {listed(places)}" for change, places in said.items())
     note(notes_only(), f"privgrad.fix replaced {changes or 'nothing: nothing in this model needs it'}")
     return fixed
 

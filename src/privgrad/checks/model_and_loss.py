@@ -34,10 +34,11 @@ from privgrad.checks.variables import DEPTH, Scope, Snapshot, nonzero, reference
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import refuse_reentrant, refusing_in_place, sources
 from privgrad.gradient.contribution import OwnExamples
-from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, structure_of, trainable
+from privgrad.gradient.functional import Structure, losses_on_copies, own_parameters, seeded, structure_of, trainable
 from privgrad.gradient.probes import (
     FOUR,
     InDouble,
+    Precision,
     doubled,
     few_of,
     four_of,
@@ -370,21 +371,33 @@ def require_same_losses_in_half(
 def _differ(model: nn.Module, loss_fn: LossFunction, examples: Any, own: slice, losses: Tensor) -> bool:
     """Return whether losses of some examples alone differ from theirs among all, in double precision too."""
 
-    def is_far(alone: Tensor, losses: Tensor) -> bool:
-        far = (alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps
-        return bool((far | (alone.isnan() != losses.isnan())).any())
+    def far(alone: Tensor, losses: Tensor) -> Tensor:
+        differ = (alone - losses).abs() > 1e-2 * alone.abs() + torch.finfo(alone.dtype).eps
+        return differ | (alone.isnan() != losses.isnan())
 
     few = map_examples(lambda leaf: leaf[own].clone(), examples)  # a loss may read memory by places
     with suppress(Exception), saved_tensors_hooks(_forgotten, _forgotten):
-        if not is_far(losses_on_copies(model, loss_fn, few), losses):
+        if not far(losses_on_copies(model, loss_fn, few), losses).any():
             return False
-    if not is_far(losses_on_copies(model, loss_fn, few), losses):  # such as a loss that differentiates
+    with Precision() as met:
+        single = losses_on_copies(model, loss_fn, few)  # again with a graph, for a loss that differentiates
+    if not (differ := far(single, losses)).any():
         return False
     try:  # losses that consist of rounding errors, such as the sine of large numbers, do not differ in double precision
         twin = copy.deepcopy(model).double()
         with InDouble():
             alone, together = (losses_on_copies(twin, loss_fn, map_examples(doubled, some)) for some in (few, examples))
-        return is_far(alone, together[own][: len(losses)])
+        if far(alone, together[own][: len(losses)]).any():
+            return True
+        if met.half:  # it would round slight changes away
+            return False
+        moved = copy.deepcopy(model)  # in single precision, slight changes of weights then change these losses as much
+        for seed in range(2):
+            with seeded(seed), torch.no_grad():
+                for weight in filter(Tensor.is_floating_point, moved.parameters()):
+                    weight.mul_(1 + 1e-4 * torch.randn_like(weight))
+            differ &= ~far(single, losses_on_copies(moved, loss_fn, few))
+        return bool(differ.any())
     except Exception:  # for instance a loss that accepts single precision only
         return True
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_choice
+from privgrad.errors import expected, require_choice, require_integer
 from privgrad.gradient.factor import Factors
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, leaves_of, map_examples, part_of
 
@@ -188,13 +188,14 @@ class SampleGradient(Contribution):
             `data.table(unit=...)` makes them. The plan needs the same unit.
         max_rows: for "user", how many rows of a person are used; a public number for the statement. None: unsaid.
     Raises:
-        PrivacyError: the unit is unknown.
+        PrivacyError: the unit is unknown, or max_rows is no integer >= 1.
     Privacy:
         "user" is a statement of the caller. It is true only if no person has data in two rows.
     """
 
     def __init__(self, privacy_unit: PrivacyUnit = "example", max_rows: int | None = None) -> None:
         require_choice("SampleGradient", "privacy_unit", privacy_unit, get_args(PrivacyUnit))
+        require_integer("SampleGradient", "max_rows", 1 if max_rows is None else max_rows, 1)
         self.privacy_unit, self.max_rows = privacy_unit, max_rows
 
     def __repr__(self) -> str:

@@ -148,11 +148,11 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(compare)
     def compared(model: nn.Module, loss_fn: LossFunction, examples: Any, *args: Any, **seen: Any) -> None:
-        with _Precision() as met:
+        with Precision() as met:
             compare(model, loss_fn, examples, *args, **seen)
         if not met.half or any(isinstance(parameter, Gathered) for parameter in model.parameters()):
             return
-        wide = _Precision(widened_on=next(model.parameters()).device.type)
+        wide = Precision(widened_on=next(model.parameters()).device.type)
 
         def widened(model: nn.Module, examples: Any, *, graph: bool) -> Tensor:
             named = (*model.named_parameters(), *model.named_buffers())
@@ -174,7 +174,7 @@ def in_float32_too(compare: Callable[..., None]) -> Callable[..., None]:
     return compared
 
 
-class _Precision(TorchFunctionMode):
+class Precision(TorchFunctionMode):
     """A mode that notices half precision, and can compute in float32 instead; torch calls it for each function."""
 
     def __init__(self, *, widened_on: str | None = None) -> None:

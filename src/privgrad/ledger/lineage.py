@@ -13,6 +13,7 @@ ours are read again by `load`, and by `from_pretrained` of transformers and PEFT
 import os
 import re
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from functools import cache
 from pathlib import Path
@@ -20,12 +21,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from privgrad.accounting.accountant import rounded_up
 from privgrad.gradient.functional import Structure
 from privgrad.ledger.ledger import Ledger
-from privgrad.types import RELEASED
+from privgrad.types import ASSIGNED, RELEASED
 
 _NAME = "_privgrad_lineage"  # of the attribute; `preserved` and `configuration` do not look into its value
 _LOADED = (
@@ -41,6 +42,7 @@ class Lineage:
         self._ledgers = list(ledgers)
         self.loaded = list(loaded)  # epsilon and delta of the weights that were loaded, by their own statements
         self.moved_by = moved_by  # the optimizer that used a gradient that was not released; "" if none did
+        self.holders = weakref.WeakSet[Lineage]()  # of a parameter: those of the modules that hold it
 
     def __iter__(self) -> Iterator[Ledger]:
         return iter(self._ledgers)
@@ -64,6 +66,8 @@ class Lineage:
 
 
 _OF_PARAMETERS = cast("MutableMapping[Tensor, Lineage]", WeakTensorKeyDictionary())
+_IDS = set[int]()  # of all parameters that were ever in it: looked up far faster
+_WARNED = cast("MutableMapping[Optimizer, bool]", WeakIdKeyDictionary())  # optimizers of other models
 _MOVED = (
     "{} moved the weights by gradients that were not released as they were. If private data were used for them, no "
     "epsilon covers these weights."
@@ -86,21 +90,32 @@ def note_training(model: nn.Module | Structure, ledger: Ledger, moved: Collectio
 
 
 # Fault: an ordinary loop, with a backward pass of its own, on a model that is trained privately.
-# Cost: in each step of an optimizer that is not ours, a look-up for each parameter.
+# Cost: in each step of an optimizer that is not ours, a look-up for each parameter of a private training.
 # Warns wrongly: gradients computed from released ones, by `clone` say; gradients of public data alone. Not seen: steps
-# without an optimizer of torch, and steps on a copy.
+# without an optimizer of torch, steps on a copy, steps before the first release, and backward passes that add to an
+# assigned gradient in place, as after `zero_grad(set_to_none=False)`: a public loss may.
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_note_step)
 
 
-def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Warn if an optimizer moved weights of a private training by another gradient than a released one."""
-    moved = [_OF_PARAMETERS[p] for group in optimizer.param_groups for p in group["params"] if _is_moved(p)]
-    if not moved or moved[0].moved_by:
+def _note_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: object) -> None:
+    """Warn if an optimizer moved weights of a private training by another gradient than a released one, or none."""
+    given = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    is_plain = len(args) == 1 and not kwargs  # ours take the gradient, LBFGS a closure
+    if not given and is_plain and optimizer not in _WARNED and any(map(_is_waiting, ASSIGNED)):
+        _WARNED[optimizer] = True
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        warn_of_other_model(f"{type(optimizer).__name__}.step", own)
+    if known := [(p, group) for p, group in given if id(p) in _IDS]:
+        ASSIGNED.clear()  # as this optimizer uses them
+    held = [_OF_PARAMETERS.get(p) for p, group in known if _is_moved(p) and group.get("lr") != 0]
+    unmarked = [one for one in held if one and not one.moved_by and any(ledger.releases for ledger in one)]
+    if not unmarked:
         return
-    for lineage in moved:
-        lineage.moved_by = type(optimizer).__name__
+    for lineage in unmarked:
+        for one in (lineage, *lineage.holders):
+            one.moved_by = one.moved_by or type(optimizer).__name__
     warnings.warn(
         f"{_MOVED.format(type(optimizer).__name__)} Use an optimizer of privgrad.optim; or call grad.assign(model), "
         "with the gradient that PrivateGradient returned, before the step of any other",
@@ -108,11 +123,26 @@ def _note_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     )
 
 
+def _is_waiting(model: nn.Module) -> bool:
+    """Return whether a model still holds a gradient that it was assigned."""
+    return any(p.grad is not None and p.grad in RELEASED for p in model.parameters())
+
+
 def _is_moved(parameter: Tensor) -> bool:
-    """Return whether a parameter of a private training has a `.grad` that was not released; ours leave none."""
-    if parameter not in _OF_PARAMETERS or hasattr(parameter, "summed_grad"):  # Opacus' own, which has noise
-        return False
-    return parameter.grad is not None and parameter.grad not in RELEASED
+    """Return whether the `.grad` of a parameter was not released; ours leave none, and that of Opacus has noise."""
+    return cast(Tensor, parameter.grad) not in RELEASED and not hasattr(parameter, "summed_grad")
+
+
+# Fault: an optimizer that was made before `pg.fix`, or before another copy: the model that is trained never moves.
+# Cost: one look-up a step. Warns wrongly: weights that are kept apart from the model, and copied to it by hand.
+def warn_of_other_model(function: str, parameters: Collection[nn.Parameter]) -> None:
+    """Warn if none of an optimizer's parameters, which are trainable, belongs to a model of a private training."""
+    if parameters and not any(map(is_trained, parameters)):
+        warnings.warn(
+            f"{function}: no parameter of this optimizer belongs to the model of the gradient, so this model does "
+            "not move. Make the optimizer of its named_parameters(), after `privgrad.fix` or another copy",
+            stacklevel=4,  # beyond the step and torch's hooks around it
+        )
 
 
 def is_trained(parameter: nn.Parameter) -> bool:
@@ -157,13 +187,16 @@ def note_folder(model: nn.Module, folder: str | os.PathLike[str], ledger: Ledger
 
 def _made_for(model: nn.Module, parameters: Collection[nn.Parameter]) -> list[Lineage]:
     """Return the lineages of some parameters and of the modules that hold them; make those that are missing."""
-    found = [_OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in parameters]
-    ours = set(map(id, parameters))
+    ours = {id(parameter): _OF_PARAMETERS.setdefault(parameter, Lineage()) for parameter in parameters}
+    _IDS.update(ours)
+    found = [*ours.values()]
     for module in model.modules():
-        if any(id(parameter) in ours for parameter in module.parameters()):
+        if held := [ours[id(parameter)] for parameter in module.parameters() if id(parameter) in ours]:
             if not isinstance(vars(module).get(_NAME), Lineage):
                 vars(module)[_NAME] = Lineage()
             found.append(vars(module)[_NAME])
+            for lineage in held:
+                lineage.holders.add(vars(module)[_NAME])
     return found
 
 

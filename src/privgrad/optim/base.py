@@ -1,7 +1,6 @@
 """The mixin that makes a torch optimizer accept only released gradients, and that knows its noise step."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import PrivacyError, expected, require_in, require_integer, require_nonnegative
-from privgrad.ledger.lineage import is_trained
+from privgrad.ledger.lineage import warn_of_other_model
 from privgrad.types import NoisyGradient
 
 _OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
@@ -160,7 +159,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
         pairs = [(group, self._active(group)) for group in self.param_groups]
         active = [(group, [name for name, _ in own]) for group, own in pairs]
-        _warn_of_other_model(function, gradient, [parameter for _, own in pairs for _, parameter in own])
+        if gradient.side_information is not None:
+            warn_of_other_model(function, [parameter for _, own in pairs for _, parameter in own])
         by_noise = {name for group, names in active if group["lr_is_noise_step"] for name in names}
         _require_usable(function, gradient, [name for _, names in active for name in names], by_noise)
         for group in self.param_groups:
@@ -312,17 +312,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
 def _number(value: Any) -> Any:
     """Return the number in a tensor of one element; return any other value unchanged."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-# Fault: an optimizer that was made before `pg.fix`, or before another copy: the model that is trained never moves.
-# Cost: one look-up a step. Warns wrongly: weights that are kept apart from the model, and copied to it by hand.
-def _warn_of_other_model(function: str, gradient: NoisyGradient, parameters: list[nn.Parameter]) -> None:
-    if gradient.side_information is not None and parameters and not any(map(is_trained, parameters)):
-        warnings.warn(
-            f"{function}: no parameter of this optimizer belongs to the model of the gradient, so this model does "
-            "not move. Make the optimizer of its named_parameters(), after `privgrad.fix` or another copy",
-            stacklevel=3,
-        )
 
 
 def _require_usable(function: str, gradient: NoisyGradient, names: list[str], by_noise: set[str]) -> None:

@@ -87,8 +87,10 @@ def save(
     said = statement_of("save", records, delta, about)
     if not said.numbers["releases"]:
         raise expected("save", "ledger", "to hold releases", 0, "give the ledger of the training that made the weights")
-    origin = Section("Weights", _origin(model, records, post_processing))
-    said = replace(said, sections=(*said.sections, origin))
+    origin, (first, *others) = Section("Weights", _origin(model, records, post_processing)), said.sections
+    if moves := said_of_moves(model):
+        first = replace(first, sentences=(*moves, *(f"Otherwise: {each}" for each in first.sentences)))
+    said = replace(said, sections=(first, *others, origin))
     with written_whole(place, overwrite=overwrite) as partial:
         safetensors().save_model(model, str(partial / "weights"))
         copyfile(partial / "weights", partial / WEIGHTS)  # of the usual mode: only its owner may read the first one
@@ -143,6 +145,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
         safetensors().load_model(model, str(place / WEIGHTS))
     except Exception as error:  # safetensors and torch raise errors of several types
         remedy = "make the model with the same code and sizes as before"
+        remedy += ", or give privgrad.fix(model)" if "running_mean" in str(error) else ""
         got = " ".join(str(error).split())[:300]
         raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
     size, delta = (rounded_up(float(numbers[name]), 4) for name in ("epsilon", "delta"))

@@ -323,12 +323,16 @@ def _normalizes(model: nn.Module, public_batch: Any, loss_fn: LossFunction | Non
     if not found or not any(isinstance(module, _NORMALIZATIONS) for module in model.modules()):
         return False  # without the latter, a saturated activation would count as one
 
-    def enlarge(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return 100 * output
+    def is_same(factor: float, rtol: float) -> bool:
+        def scale(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return factor * output
+
+        hooks = [module.register_forward_hook(scale) for module in found]
+        scaled = _called(model, public_batch, loss_fn, hooks)
+        return all(torch.allclose(one, other, rtol=rtol) for one, other in zip(before, scaled, strict=True))
 
     before = _called(model, public_batch, loss_fn, [])
-    after = _called(model, public_batch, loss_fn, [module.register_forward_hook(enlarge) for module in found])
-    return all(torch.allclose(one, other, rtol=0.05) for one, other in zip(before, after, strict=True))
+    return is_same(100, 0.05) and not is_same(0, 0.05 / 100)  # the latter: with a last layer of zeros, nothing shows
 
 
 def _called(model: nn.Module, public_batch: Any, loss_fn: LossFunction | None, handles: list[Any]) -> list[Tensor]:
