@@ -768,7 +768,7 @@ class PrivateGradient:
         state: dict[str, Any] = {"step": self._step, "plan": self._kind_of_plan()}
         for name, part in self._parts.stateful().items():
             state[name] = {"made_by": self._described(part), **part.state_dict()}
-        return state
+        return state | Parts.checks.moves_of(self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats.
@@ -786,11 +786,12 @@ class PrivateGradient:
         if state["step"] > whole_epochs(self._ledger.next_step, self._release.epoch_steps or 1):
             condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
             raise expected(function, "the ledger", condition, got, "give the ledger of the run that saved the state")
-        for name in parts.keys() | state.keys() - {"step", "plan"}:
+        for name in parts.keys() | state.keys() - {"step", "plan", "moved_by"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
                 remedy = "resume with the same perturb, precondition, adaptive_clip and filter"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
+        Parts.checks.note_moves(self._model, state.get("moved_by", ""))
         with _TURN:
             self._make_streams()  # before anything can fail: a step that is taken again must have other noise
             for name, part in parts.items():

@@ -471,6 +471,7 @@ def test_a_search_pays_for_all_trainings_and_scores_within_its_total(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*holds a search")
+@pytest.mark.filterwarnings("ignore:PrivateGridSearchCV. . searches on")
 def test_a_search_among_numbers_of_persons_and_by_a_score_of_ones_own(tmp_path: Path):
     pd = pytest.importorskip("pandas")
     rows, _ = people()
@@ -497,8 +498,6 @@ def test_a_search_among_numbers_of_persons_and_by_a_score_of_ones_own(tmp_path: 
     assert own.fit(frame, frame["wage"]).best_params_ == {"steps": 1}
     single: Any = PrivateGridSearchCV(table, {"steps": [2]}, output_dir=tmp_path / "c", **persons).fit(frame, "wage")
     assert len(single.budget_.commitments) == 1
-    with pytest.warns(UserWarning, match="no statement.txt, because a budget holds the training: .* on budget.jsonl"):
-        single.best_estimator_.head_.save(tmp_path / "head")
     refused: list[tuple[Any, Any, str]] = [
         ({"delta": [0.1]}, None, r"param_grid to leave alone what decides epsilon, got \['delta'\]"),
         ({"steps": [1]}, "roc_auc", "scoring to be a mean over rows, got 'roc_auc'"),
@@ -506,8 +505,15 @@ def test_a_search_among_numbers_of_persons_and_by_a_score_of_ones_own(tmp_path: 
     for grid, scoring, message in refused:
         with pytest.raises(pg.PrivacyError, match=message):
             PrivateGridSearchCV(table, grid, output_dir=tmp_path / "d", scoring=scoring, **persons).fit(frame, "wage")
-    with pytest.raises(pg.PrivacyError, match=r"param_grid to be that of the search in .* got \{'steps': \[3, 4\]\}"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"param_grid and columns to be those of the search in .* got \[\{'steps': 3"
+    ):
         PrivateGridSearchCV(table, {"steps": [3, 4]}, output_dir=tmp_path / "c", **persons).fit(frame, "wage")
+    other = clone(table).set_params(label_bounds=(0, 90_000))  # old weights would get the new bounds
+    with pytest.raises(pg.PrivacyError, match="estimator, param_grid and columns to be those of the search"):
+        PrivateGridSearchCV(other, {"steps": [2]}, output_dir=tmp_path / "c", **persons).fit(frame, "wage")
+    with pytest.warns(UserWarning, match="3 searches on 200 examples .* they may spend epsilon 12 at delta 0.003"):
+        single.set_params(output_dir=tmp_path / "a", param_grid={"steps": [1, 60]}).fit(frame, "wage")
 
 
 def test_columns_become_hat_codes_where_the_rows_are_many_enough():

@@ -39,7 +39,7 @@ def test_arguments_of_fedavg_are_refused_with_their_remedy(name: str, remedy: st
 
 
 def test_one_error_names_all_and_suggests_what_was_meant():
-    got = "got fraction_train, raw_metric; for fraction_train, .*; for raw_metric, did you mean 'raw_metrics'"
+    got = "got fraction_train, raw_metric; \n- for fraction_train, .*;\n- for raw_metric, did you mean 'raw_metrics'"
     with pytest.raises(pg.PrivacyError, match=got):
         make_strategy(make_plan(), fraction_train=0.5, raw_metric=["loss"])
 

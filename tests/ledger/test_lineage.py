@@ -82,6 +82,9 @@ def test_steps_of_an_ordinary_loop_get_a_warning_and_are_stated(how: str, tmp_pa
     raw_step(model, torch.optim.SGD(model.parameters(), lr=0.1), rows)  # warned of once
     said = pg.save(model, tmp_path, ledger=private_grad.ledger)
     assert "moved the weights by gradients that were not released" in said.sections[-1].sentences[1]
+    resumed = make_model()
+    pg.PrivateGradient(resumed, loss_fn, plan, ledger=private_grad.ledger).load_state_dict(private_grad.state_dict())
+    assert "SGD moved the weights" in str(pg.save(resumed, tmp_path / "resumed", ledger=private_grad.ledger))
 
 
 @pytest.mark.parametrize("how", ["assigned", "by name", "scaled in place", "and a public loss", "public data before"])

@@ -10,14 +10,16 @@ from privgrad.checks.randomness import Randomness, share_draws
 from privgrad.checks.state import require_no_memory, require_no_memory_in_collate
 from privgrad.checks.variables import State
 from privgrad.gradient.probes import few_of, four_of
-from privgrad.ledger.lineage import note_base, note_training, warn_if_trained
+from privgrad.ledger.lineage import moves_of, note_base, note_moves, note_training, warn_if_trained
 from privgrad.types import LossFunction
 
 __all__ = [
     "State",
     "check_loss",
     "configuration",
+    "moves_of",
     "note_base",
+    "note_moves",
     "note_training",
     "require_no_memory",
     "require_no_memory_in_collate",

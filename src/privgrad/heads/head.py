@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -311,9 +310,6 @@ class Head(nn.Module):
         elif (place / _TEXT).exists():
             got, remedy = "a head of unknown training", "choose another one, and copy statement.txt"
             raise expected("Head.save", "folder", "to keep its statement", got, remedy)
-        elif budgets := {one.budget for one in ledgers if one.budget}:
-            told = f"`privgrad statement` on {', '.join(sorted(budgets))} states all that it holds"
-            warnings.warn(f"Head.save: no statement.txt, because a budget holds the training: {told}", stacklevel=2)
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.model.state_dict().items()}
         schema = self.schema if self.extractor is None else None
         require_declared("Head.save", self.target, self.classes, schema, self.model.linear.in_features)

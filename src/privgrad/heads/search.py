@@ -6,6 +6,7 @@
 import hashlib
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -20,7 +21,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
-from privgrad.accounting.accountant import calibrate_noise_multiplier
+from privgrad.accounting.accountant import calibrate_noise_multiplier, rounded_up
 from privgrad.accounting.accountant import epsilon as epsilon_of
 from privgrad.accounting.mechanisms import Release
 from privgrad.errors import described, expected
@@ -29,6 +30,7 @@ from privgrad.releases import release_mean
 
 _TRIALS, _SCORES = 0.1, 0.05  # of the squared inverse noise of the total; the rest is for the final training
 _OWN = ("target_epsilon", "delta", "num_examples", "budget", "output_dir", "seed")  # what the search decides
+_SEARCHES: dict[tuple[int, bool], dict[Path, float]] = {}  # totals by folder, of as many rows or persons
 Values = Callable[[Any, Any, Any], Any]
 
 
@@ -98,7 +100,7 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
 
         Raises:
             PrivacyError: an argument is missing, or decides the privacy of a candidate; an estimator refuses;
-                or output_dir holds a search among other candidates.
+                or output_dir holds a search among other candidates, of another estimator, or on other columns.
             BudgetExceededError: the folder's budget has too little left.
         """
         function = "PrivateGridSearchCV"
@@ -143,13 +145,25 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
                 return model.set_params(**settings).set_params(**place).fit(X, y)
 
         names = [hashlib.sha256(repr(sorted(one.items())).encode()).hexdigest()[:12] for one in candidates]
-        place, held = folder / "candidates.txt", "\n".join(sorted(names))
+        # Whatever makes another model: settings and columns. The addresses of functions differ between processes.
+        settings_of = {name: repr(value) for name, value in self.estimator.get_params().items()}
+        held = re.sub(
+            r" at 0x\w+", "", f"{sorted(names)}\n{settings_of}\n{list(getattr(X, 'columns', [np.shape(X)[1:]]))}"
+        )
+        place = folder / "search.txt"
         if place.exists() and place.read_text() != held:
-            remedy = "give another output_dir; what this one spent stays spent"
-            raise expected(
-                function, "param_grid", f"to be that of the search in {folder}", f"{self.param_grid}"[:100], remedy
-            )
+            condition = f"to be those of the search in {folder}"
+            remedy = "give another output_dir, which spends another total_epsilon"
+            raise expected(function, "estimator, param_grid and columns", condition, f"{candidates}"[:100], remedy)
         place.write_text(held)
+        searches = _SEARCHES.setdefault((budget.num_examples, unit == "row"), {})
+        searches[folder.absolute()] = budget.total_epsilon
+        if len(searches) > 1:
+            spent = f"{rounded_up(math.fsum(searches.values()), 4)} at delta {rounded_up(len(searches) * budget.delta)}"
+            told = (
+                f"{len(searches)} searches on {budget.num_examples:,} examples in this process. If they are of the same"
+            )
+            warnings.warn(f"{function}: {told} people, they may spend epsilon {spent} together", stacklevel=2)
         scores = list[float]()
         # The noise of a single release of the total, times what leaves each release its share.
         sigma = calibrate_noise_multiplier(target_epsilon=total, delta=budget.delta, sample_rate=1.0, steps=1)

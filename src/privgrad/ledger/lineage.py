@@ -216,6 +216,18 @@ def said_of_moves(model: nn.Module) -> list[str]:
     return [_MOVED.format(name) for name in dict.fromkeys(held.moved_by for held in _lineages(model)) if name]
 
 
+def moves_of(model: nn.Module) -> dict[str, str]:
+    """Return the part of a checkpoint that keeps what `said_of_moves` says; empty if it says nothing."""
+    names = dict.fromkeys(held.moved_by for held in _lineages(model) if held.moved_by)
+    return {"moved_by": " and ".join(names)} if names else {}
+
+
+def note_moves(model: nn.Module, moved_by: str) -> None:
+    """Note what a checkpoint keeps of the moves of a model."""
+    for lineage in _lineages(model):
+        lineage.moved_by = lineage.moved_by or moved_by
+
+
 def said_of_loaded(model: nn.Module) -> list[str]:
     """Return what the statements say of weights that this process loaded into a model or its parts, each once."""
     return list(dict.fromkeys(one for held in _lineages(model) for one in held.loaded))
