@@ -39,9 +39,9 @@ ROOMS: dict[str, dict[str, int]] = {
         "engine": 7298,  # problems of a model in `explain`, and computed weights; rules without a graph, named if wrong
         "features": 1857,  # hat codes; short names of models
         "gradient": 3019,  # rows of a person; casts in double precision; the function that hides a parameter
-        "heads": 1592,  # counts; models of a table; a search within one epsilon, transformers, and what they tell
+        "heads": 1596,  # counts; models of a table; a search within one epsilon, transformers, and what they tell
         "integrations": 2157,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
-        "ledger": 1530,  # ordinary steps, or steps that move nothing; a budget reads each line back; epochs are whole
+        "ledger": 1534,  # ordinary steps, or steps that move nothing; a budget reads each line back; epochs are whole
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
         "optim": 1816,  # the remedy of an optimizer without a noise step

@@ -509,6 +509,10 @@ def test_a_search_among_numbers_of_persons_and_by_a_score_of_ones_own(tmp_path: 
         pg.PrivacyError, match=r"param_grid and columns to be those of the search in .* got \[\{'steps': 3"
     ):
         PrivateGridSearchCV(table, {"steps": [3, 4]}, output_dir=tmp_path / "c", **persons).fit(frame, "wage")
+    wrong: Any = PrivateGridSearchCV(table, {"stepz": [2]}, output_dir=tmp_path / "e", **persons)
+    for grid in ({"stepz": [2]}, {"steps": ["many"]}):  # nothing is spent, and another grid may follow
+        with pytest.raises((ValueError, pg.PrivacyError), match=r"stepz|steps to be"):
+            wrong.set_params(param_grid=grid).fit(frame, "wage")
     other = clone(table).set_params(label_bounds=(0, 90_000))  # old weights would get the new bounds
     with pytest.raises(pg.PrivacyError, match="estimator, param_grid and columns to be those of the search"):
         PrivateGridSearchCV(other, {"steps": [2]}, output_dir=tmp_path / "c", **persons).fit(frame, "wage")

@@ -234,10 +234,7 @@ class Head(nn.Module):
             PrivacyError: the head has no schema, or a row lacks a column or has a value that is not declared.
         """
         if self.schema is None:
-            remedy = (
-                "give fit_head schema=data.schema, with data of privgrad.data.table. In a pipeline, its steps make "
-            )
-            remedy += "the codes: joblib.dump the pipeline"
+            remedy = "give fit_head schema=data.schema; in a pipeline, whose steps make codes, joblib.dump the pipeline"
             raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
         return row_codes("Head", self.schema, rows)
 

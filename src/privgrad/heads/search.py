@@ -30,13 +30,31 @@ from privgrad.releases import release_mean
 
 _TRIALS, _SCORES = 0.1, 0.05  # of the squared inverse noise of the total; the rest is for the final training
 _OWN = ("target_epsilon", "delta", "num_examples", "budget", "output_dir", "seed")  # what the search decides
-_SEARCHES: dict[tuple[int, bool], dict[Path, float]] = {}  # totals by folder, of as many rows or persons
+_SEARCHES: dict[Path, Budget] = {}  # of this process, by folder
 Values = Callable[[Any, Any, Any], Any]
 
 
 def _last(model: Any) -> Any:
     """Return an estimator, or that at the end of a pipeline."""
     return model[-1] if isinstance(model, Pipeline) else model
+
+
+# Fault: a second search, in another folder: each states its own total alone.
+# Cost: the budgets of earlier searches are read. Warns wrongly: equally many other people; it sees one process only.
+def _warn_of_searches(function: str, folder: Path, budget: Budget) -> None:
+    """Warn of what this search and earlier ones on as many rows or persons may spend together."""
+    facts = (budget.num_examples, budget.privacy_unit)
+    before = [
+        one for place, one in _SEARCHES.items() if place != folder and (one.num_examples, one.privacy_unit) == facts
+    ]
+    _SEARCHES[folder] = budget
+    if totals := [one.total_epsilon for one in before if one.path.exists() and one.commitments]:
+        total, count = rounded_up(math.fsum([*totals, budget.total_epsilon]), 4), len(totals) + 1
+        warnings.warn(
+            f"{function}: {count} searches on {budget.num_examples:,} examples in this process. If they are of the "
+            f"same people, they may spend epsilon {total} at delta {rounded_up(count * budget.delta)} together",
+            stacklevel=3,
+        )
 
 
 def _delegated(name: str) -> Any:
@@ -108,11 +126,8 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         if missing := [name for name, value in given.items() if value is None and name != "scoring"]:
             raise expected(function, ", ".join(missing), "to be given", None)
         if not hasattr(_last(self.estimator), "budget"):
-            got, remedy = (
-                type(_last(self.estimator)).__name__,
-                "give one of privgrad.estimators, or a Pipeline that ends in one",
-            )
-            raise expected(function, "estimator", "to be private", got, remedy)
+            remedy = "give one of privgrad.estimators, or a Pipeline that ends in one"
+            raise expected(function, "estimator", "to be private", type(_last(self.estimator)).__name__, remedy)
         if self.scoring is not None and not callable(self.scoring):
             remedy = "leave it out, or give a function (estimator, X, y) that returns one value for each row"
             raise expected(function, "scoring", "to be a mean over rows", described(self.scoring), remedy)
@@ -147,23 +162,15 @@ class PrivateGridSearchCV(MetaEstimatorMixin, BaseEstimator):
         names = [hashlib.sha256(repr(sorted(one.items())).encode()).hexdigest()[:12] for one in candidates]
         # Whatever makes another model: settings and columns. The addresses of functions differ between processes.
         settings_of = {name: repr(value) for name, value in self.estimator.get_params().items()}
-        held = re.sub(
-            r" at 0x\w+", "", f"{sorted(names)}\n{settings_of}\n{list(getattr(X, 'columns', [np.shape(X)[1:]]))}"
-        )
+        columns = list(getattr(X, "columns", [np.shape(X)[1:]]))
+        held = re.sub(r" at 0x\w+", "", f"{sorted(names)}\n{settings_of}\n{columns}")
         place = folder / "search.txt"
-        if place.exists() and place.read_text() != held:
+        if budget.commitments and place.exists() and place.read_text() != held:
             condition = f"to be those of the search in {folder}"
             remedy = "give another output_dir, which spends another total_epsilon"
             raise expected(function, "estimator, param_grid and columns", condition, f"{candidates}"[:100], remedy)
         place.write_text(held)
-        searches = _SEARCHES.setdefault((budget.num_examples, unit == "row"), {})
-        searches[folder.absolute()] = budget.total_epsilon
-        if len(searches) > 1:
-            spent = f"{rounded_up(math.fsum(searches.values()), 4)} at delta {rounded_up(len(searches) * budget.delta)}"
-            told = (
-                f"{len(searches)} searches on {budget.num_examples:,} examples in this process. If they are of the same"
-            )
-            warnings.warn(f"{function}: {told} people, they may spend epsilon {spent} together", stacklevel=2)
+        _warn_of_searches(function, folder.absolute(), budget)
         scores = list[float]()
         # The noise of a single release of the total, times what leaves each release its share.
         sigma = calibrate_noise_multiplier(target_epsilon=total, delta=budget.delta, sample_rate=1.0, steps=1)

@@ -211,15 +211,19 @@ def loaded_into(model: nn.Module) -> list[str]:
     return list(map(_LOADED.format, said_of_loaded(model)))
 
 
+def _movers(model: nn.Module) -> list[str]:
+    """Return the names of optimizers that moved a model by gradients that were not released, each once."""
+    return list(dict.fromkeys(held.moved_by for held in _lineages(model) if held.moved_by))
+
+
 def said_of_moves(model: nn.Module) -> list[str]:
     """Return a sentence on each optimizer that moved a model by gradients that were not released."""
-    return [_MOVED.format(name) for name in dict.fromkeys(held.moved_by for held in _lineages(model)) if name]
+    return list(map(_MOVED.format, _movers(model)))
 
 
 def moves_of(model: nn.Module) -> dict[str, str]:
     """Return the part of a checkpoint that keeps what `said_of_moves` says; empty if it says nothing."""
-    names = dict.fromkeys(held.moved_by for held in _lineages(model) if held.moved_by)
-    return {"moved_by": " and ".join(names)} if names else {}
+    return {"moved_by": " and ".join(names)} if (names := _movers(model)) else {}
 
 
 def note_moves(model: nn.Module, moved_by: str) -> None:
