@@ -319,11 +319,11 @@ def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[
         raise expected("compare", f"{out}", "to hold runs of a comparison", got, "choose another --out")
     with bars(shown=progress) as bar:
         payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
-        carry_out(_Research(spec, payer, bar).runs(), payer, data, bar)
+        carry_out(Research(spec, payer, bar).runs(), payer, data, bar)
     return recorded.arranged(spec, recorded.read_records(out))
 
 
-class _Research:
+class Research:
     """The chooser of a comparison for research: it tunes each method, and then trains it with every seed."""
 
     def __init__(self, spec: Spec, payer: Free, bar: Progress) -> None:
