@@ -30,20 +30,21 @@ from privgrad_lab.tuner import measurement_of
 
 
 def clipped_mean(
-    weight_CD: Tensor, inputs_ND: Tensor, input_norms_N: Tensor, labels_N: Tensor, max_norm: float
+    weight: Tensor, inputs: Tensor, lengths: Tensor, labels: Tensor, max_norm: float
 ) -> tuple[Tensor, Tensor]:
     """Return the mean of the clipped gradients, (C, D), and each example's factor of clipping, (N,).
 
-    The products are in the dtype of the inputs, everything else is in that of the weights.
+    `weight` is (C, D), `inputs` (N, D), and `lengths` are the norms of the inputs, (N,). The products are in the dtype
+    of the inputs, everything else is in that of the weights.
     """
-    dtype = weight_CD.dtype
-    logits_NC = (inputs_ND @ weight_CD.to(inputs_ND.dtype).mT).to(dtype)
-    residuals_NC = logits_NC.softmax(1)
-    residuals_NC[torch.arange(len(labels_N)), labels_N] -= 1
-    norms_N = residuals_NC.norm(dim=1) * input_norms_N
-    factors_N = (max_norm / norms_N).clamp(max=1)
-    residuals_NC *= factors_N[:, None] / len(labels_N)
-    return (residuals_NC.to(inputs_ND.dtype).mT @ inputs_ND).to(dtype), factors_N
+    dtype = weight.dtype
+    logits = (inputs @ weight.to(inputs.dtype).mT).to(dtype)
+    residuals = logits.softmax(1)
+    residuals[torch.arange(len(labels)), labels] -= 1
+    norms = residuals.norm(dim=1) * lengths
+    factors = (max_norm / norms).clamp(max=1)
+    residuals *= factors[:, None] / len(labels)
+    return (residuals.to(inputs.dtype).mT @ inputs).to(dtype), factors
 
 
 class _FullBatches(runner.Free):
@@ -54,8 +55,8 @@ class _FullBatches(runner.Free):
         plan = made.plan
         if plan.sample_rate != 1 or plan.seed is None:
             raise SystemExit("full batches and a research seed are needed")
-        inputs, labels = data.train.tensors
-        inputs_ND, input_norms_N = inputs.bfloat16(), inputs.norm(dim=1)
+        exact, labels = data.train.tensors
+        inputs, lengths = exact.bfloat16(), exact.norm(dim=1)
         ((name, weight),) = made.model.named_parameters()
         std = plan.noise_multiplier * plan.max_grad_norm / len(labels)
         generator, clipped = torch.Generator().manual_seed(plan.seed), list[float]()
@@ -67,11 +68,11 @@ class _FullBatches(runner.Free):
             at = {round(plan.steps * (k + 1) / num_evaluations) for k in range(num_evaluations)}
             for step in range(1, plan.steps + 1):
                 with torch.no_grad():
-                    mean_CD, factors_N = clipped_mean(weight, inputs_ND, input_norms_N, labels, plan.max_grad_norm)
-                    mean_CD += std * torch.randn(mean_CD.shape, generator=generator)
-                made.optimizer.step(grad=NoisyGradient({name: mean_CD}, std, side_information=""))
+                    mean, factors = clipped_mean(weight, inputs, lengths, labels, plan.max_grad_norm)
+                    mean += std * torch.randn(mean.shape, generator=generator)
+                made.optimizer.step(grad=NoisyGradient({name: mean}, std, side_information=""))
                 if step > plan.steps - math.ceil(plan.steps / 10):
-                    clipped.append(float((factors_N < 1).float().mean()))
+                    clipped.append(float((factors < 1).float().mean()))
                 if step in at:
                     before = time.perf_counter()
                     result.curve.append({"step": step, "epsilon": math.inf} | evaluate(made.model))

@@ -2,8 +2,8 @@
 
 A line `<!-- results: FOLDER -->` stands above each table that this script writes: the final trainings of a comparison,
 best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds the accuracy of each group of classes,
-and `losses` in its place the loss. `<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A
-table ends at the next empty line.
+and `losses` in its place the loss. "floored" is the share of DP-AdamBC's coordinates that are on the floor.
+`<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A table ends at the next empty line.
 """
 
 import json
@@ -76,12 +76,17 @@ def table(folder: Path, groups: str) -> str:
     score = (measured.get("score") or "accuracy") if scored else "loss"
     kinds = measured["curve"][-1].get("raw_groups", []) if groups else []
     names = [f"{g['classes']:g} of {g['from']:g}" + ("" if g["to"] == g["from"] else f" to {g['to']:g}") for g in kinds]
-    headers = ["method", "choice", "clipped", score]
+    floored = {
+        name: [r["fraction_floored"] for r in runs[name] if r.get("fraction_floored") is not None] for name in runs
+    }
+    headers = ["method", "choice", "clipped", *(["floored"] if any(floored.values()) else []), score]
     if any(value is not None for value in theirs.values()):
         headers.append("paper")
     lines = ["| " + " | ".join([*headers, *names]) + " |", "|" + "---|" * (len(headers) + len(names))]
     for name in order:
         cells = [name, choice(runs[name][0]), share(fmean(clipped[name]) if clipped[name] else None)]
+        if "floored" in headers:
+            cells.append(share(fmean(floored[name])) if floored[name] else "")
         cells.append(spread([run[key] for run in runs[name]], scored))
         if "paper" in headers:
             cells.append(shown(theirs[name], scored))

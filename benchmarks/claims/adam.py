@@ -142,19 +142,19 @@ def second_moments(case: str, _: float, seed: int) -> Values:
     }
 
 
-def class_parts(weights: Tensor, x: Tensor, labels: Tensor, norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def class_parts(p: Tensor, x: Tensor, labels: Tensor, norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return by class: the norm of its gradient row, the trace of its Hessian, its clipped part, and its probability.
 
-    The clipped part of a class is the norm of the sum of its examples' clipped gradients, over n.
+    `p` are the probabilities of the classes, one row per example. The clipped part of a class is the norm of the sum of
+    its examples' clipped gradients, over n.
     """
-    p = F.softmax(x @ weights.T, 1)
-    hot = F.one_hot(labels, len(weights)).double()
+    hot = F.one_hot(labels, p.shape[1]).double()
     residual, n = p - hot, len(labels)
     gradient = (residual.T @ x / n).norm(dim=1)
     hessian = (p * (1 - p)).T @ x.square().sum(1) / n
     norms = residual.norm(dim=1) * x.norm(dim=1)
     kept = residual * (norm / norms).clamp(max=1)[:, None]
-    parts = torch.stack([(kept[labels == k].T @ x[labels == k]).norm() / n for k in range(len(weights))])
+    parts = torch.stack([(kept[labels == k].T @ x[labels == k]).norm() / n for k in range(p.shape[1])])
     own = (p * hot).sum(0) / hot.sum(0)
     return gradient, hessian, parts, own
 
@@ -167,7 +167,7 @@ def rows(case: str, _: float, seed: int) -> Values:
     for _ in range(int(case.split()[1])):
         weights -= 0.01 * (F.softmax(x @ weights.T, 1) - hot).T @ x / len(x)
     share = hot.mean(0)
-    gradient, hessian, parts, own = class_parts(weights, x, labels, 1.0)
+    gradient, hessian, parts, own = class_parts(F.softmax(x @ weights.T, 1), x, labels, 1.0)
     return {
         "gradient": slope(gradient, share),
         "Hessian": slope(hessian, share),
@@ -175,6 +175,17 @@ def rows(case: str, _: float, seed: int) -> Values:
         "probability of the own class, most frequent": float(own[0]),
         "probability of the own class, rarest": float(own[-16:].mean()),
     }
+
+
+def assumption(case: str, _: float, seed: int) -> Values:
+    """B3: the exponents where each example's own class has a probability of 0.9, and the others share the rest."""
+    groups, log_size = {"31 classes": (5, 7), "127 classes": (7, 9), "255 classes": (8, 10)}[case]
+    data = heavy_tail(groups=groups, log_size=log_size, seed=seed)
+    x, labels = data.train.tensors[0].double(), data.train.tensors[1]
+    hot = F.one_hot(labels).double()
+    p = 0.9 * hot + 0.1 / (hot.shape[1] - 1) * (1 - hot)
+    gradient, hessian = class_parts(p, x, labels, 1.0)[:2]
+    return {"gradient": slope(gradient, hot.mean(0)), "Hessian": slope(hessian, hot.mean(0))}
 
 
 def balanced(case: str, _: float, seed: int) -> Values:
@@ -295,6 +306,7 @@ CHECKS = {
     "stability": Check("B1, B4, B15", stability, TAIL, CLASS_STEPS, best="loss", compared="loss"),
     "second-moments": Check("B5, B6", second_moments, tuple(floors_by_size())),
     "rows": Check("B3, B7", rows, ("step 0", "step 10", "step 100", "step 300")),
+    "assumption": Check("B3", assumption, ("31 classes", "127 classes", "255 classes")),
     "balanced": Check("B13", balanced, ("DP-GD", "DP-GDM", "DP-Adam", "DP-AdamBC", "DP-AdamBC, floor 0.041")),
     "less-noise": Check(
         "B23",

@@ -8,6 +8,7 @@ from test_debias import gradients, is_centered_on
 from torch import Tensor, nn
 
 import privgrad as pg
+from benchmarks.heavy_tail import clipped_mean
 from conftest import loss_fn
 from privgrad import data
 from privgrad.diagnostics import RawGradientStats
@@ -15,13 +16,15 @@ from privgrad.diagnostics import RawGradientStats
 COORDINATES = 500  # of each signal
 
 
-def displacement(kind: Any, lr: float, **options: Any) -> tuple[float, float]:
-    """Return the mean steps, in learning rates, where the squared gradient is a tenth of Phi, and where it is ten Phi.
+def displacement(
+    kind: Any, lr: float, squares: tuple[float, float] = (0.1, 10.0), **options: Any
+) -> tuple[float, float]:
+    """Return the mean steps, in learning rates, for two signals with these squares, in units of Phi.
 
     The mean is over the last 1,000 of 5,000 steps. beta2 is so large that the second moment hardly varies.
     """
     torch.manual_seed(7)
-    signal = torch.tensor([0.1, 10.0], dtype=torch.float64).sqrt().repeat_interleave(COORDINATES)
+    signal = torch.tensor(squares, dtype=torch.float64).sqrt().repeat_interleave(COORDINATES)
     parameter = nn.Parameter(torch.zeros(2 * COORDINATES, dtype=torch.float64))
     optimizer = kind([("p", parameter)], lr=lr, betas=(0.9, 0.9999), **options)
     before = torch.zeros_like(signal)
@@ -46,11 +49,18 @@ def test_the_noise_leaves_the_first_moment_unbiased():
 
 @pytest.mark.parametrize("lr", [1e-4, 1.0])
 def test_the_biased_steps_of_two_signals_are_0302_and_0953_at_any_rate(lr: float):
-    """A3 and A4: the paper's "about 0.1" is 0.302, and the ratio of the two steps is 3.16 at any rate."""
+    """A3 and A4: at the printed signals "about 0.1" is 0.302, and the ratio of the two steps is 3.16 at any rate."""
     small, large = displacement(pg.optim.Adam, lr)
     assert small == pytest.approx((0.1 / 1.1) ** 0.5, rel=0.02)
     assert large == pytest.approx((10 / 11) ** 0.5, rel=0.02)
     assert large / small == pytest.approx(10**0.5, rel=0.03)
+
+
+def test_the_biased_steps_of_the_signals_that_are_meant_are_01_and_1():
+    """A3: at 0.1 sqrt(Phi) and 10 sqrt(Phi); the print has both factors inside the root."""
+    small, large = displacement(pg.optim.Adam, 1e-2, (0.01, 100.0))
+    assert small == pytest.approx(0.1 / 1.01**0.5, rel=0.04)
+    assert large == pytest.approx((100 / 101) ** 0.5, rel=0.02)
 
 
 def test_debiased_steps_of_two_signals_are_equal():
@@ -117,3 +127,22 @@ def test_the_sizes_of_the_synthetic_classes():
     assert counts.unique().tolist() == [2**power for power in range(3, 11)]
     printed = [(2 ** (m + 1) - 1, m * 2**m, 2**m + m * 2**m) for m in range(1, 20)]
     assert (255, 8192, 9216) not in printed
+
+
+def test_the_step_of_full_batches_is_that_of_single_examples():
+    inputs, labels = data.heavy_tail(groups=3, log_size=4).train.tensors
+    model = nn.Linear(inputs.shape[1], 7, bias=False, dtype=torch.float64)
+    x = inputs.double()
+    nn.init.zeros_(model.weight)  # then all residuals have one norm
+    norm = (6 / 7) ** 0.5 * float(x.norm(dim=1).median())
+    expected, factors = torch.zeros_like(model.weight), list[float]()
+    for row, label in zip(x, labels, strict=True):
+        loss = nn.functional.cross_entropy(model(row[None]), label[None])
+        (gradient,) = torch.autograd.grad(loss, [model.weight])
+        factors.append(min(1.0, norm / float(gradient.norm())))
+        expected += factors[-1] * gradient / len(x)
+    with torch.no_grad():
+        mean, found = clipped_mean(model.weight, x, x.norm(dim=1), labels, norm)
+    assert 0 < sum(factor < 1 for factor in factors) < len(x)
+    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found, torch.tensor(factors, dtype=torch.float64))

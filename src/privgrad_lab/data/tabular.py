@@ -68,8 +68,8 @@ def heavy_tail(*, groups: Positive = 8, log_size: Natural = 10, seed: int = 0, v
     Raises:
         PrivacyError: a number is out of its range.
     Reference:
-        Kunstner et al. 2024 (arXiv 2402.19449), as Tang, Zhiyanov, Lecuyer use it. Deviation: the printed sizes
-        contradict each other; docs/papers/heavy-tail.md says which are used here.
+        Kunstner et al. 2024 (arXiv 2402.19449), as Tang, Zhiyanov, Lecuyer use it. The printed sizes count
+        groups that their minimum class size of 5 leaves out.
     """
     require_integer("heavy_tail", "groups", groups, 1)
     require_integer("heavy_tail", "log_size", log_size, groups - 1)
