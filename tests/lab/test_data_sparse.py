@@ -193,8 +193,9 @@ def write_tweets(folder: Path, rows: int = 60) -> Path:
         writer = csv.writer(file)
         writer.writerow(["sentiment", "confidence", "text"])
         for index in range(rows):
-            writer.writerow([("positive", "negative", "neutral")[index % 3], "1", f"flight é\x85 number {index}"])
-            writer.writerow([("positive", "negative", "neutral")[index % 3], "1", f"flight é\x85 number {index}"])
+            to = "@VirginAmerica " if index % 4 == 0 else ""
+            row = [("positive", "negative", "neutral")[index % 3], "1", f"{to}flight é\x85 number {index}"]
+            writer.writerows([row, row])
         file.write("broken row\n")
     return folder
 

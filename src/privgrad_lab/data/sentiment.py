@@ -163,7 +163,7 @@ class _Features:
         held = torch.zeros(self._size, dtype=torch.int64)
         for row in ids:
             held[row.unique()] += 1
-        self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1))
+        self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1)).clamp(min=0)
         self._apart = self._bags(ids) if features == "tf-idf" else None
 
     def encoded(self, labeled: _Labeled) -> tuple[Tensor, Tensor]:

@@ -121,6 +121,9 @@ def prepared(
         known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
         raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
         raw.pop("stands_in_for", None)
+        # [given.changes] has the tables of some methods, by their names.
+        changes = raw.pop("changes", dict[str, Any]())
+        raw["methods"] = [_merged(method, changes.get(method["name"], {})) for method in raw.get("methods", [])]
     if smoke:
         raw = _merged(raw, tiny)
         raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
@@ -154,16 +157,16 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `changes`: nested tables are merged, other values replaced; false takes all but a boolean away."""
+    """Return `raw` with `changes`: nested tables are merged, others replaced; false takes all but a boolean away."""
     merged = dict(raw)
     for key, value in changes.items():
-        before = merged.get(key, {})
+        before = merged.get(key)
         if value is False and not isinstance(before, bool):
             merged.pop(key, None)
         elif not isinstance(value, dict) or (key == "model" and "use" in value):  # its options are other ones
             merged[key] = value
         else:
-            merged[key] = _merged(before, value)
+            merged[key] = _merged(before if isinstance(before, dict) else {}, value)
     return merged
 
 
