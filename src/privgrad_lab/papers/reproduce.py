@@ -189,7 +189,7 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, prog
     own = {row["item"]: _own_data(row["item"], raw.get("given")) for row in raw["rows"]}
     if "given" in raw:
         if not any(own.values()):
-            condition = "to hold folders that are called as in `privgrad data`: imdb, mnist, stackoverflow"
+            condition = "to hold folders that are called as in `privgrad data`: imdb, mnist, stackoverflow, amazon"
             raise expected("reproduce", "--data", condition, raw["given"])
         absent = ", ".join(row["title"] for row in raw["rows"] if own[row["item"]] is None)
         table.caption += f" Stand-ins, for want of a folder with their data: {absent or 'none'}."
