@@ -269,7 +269,8 @@ def test_tfidf_scales_come_from_the_unlabeled_texts(tmp_path: Path):
     assert made is not None
     assert made.is_public
     assert made.source == "public data: words of texts apart from the examples"
-    inverse = made.begun(models.SparseLinear(6, 2)).transform(1).inverse_scales["weight"]
+    step: dict[str, Any] = {"epoch_steps": 1, "noise_std": 0.0, "parameters": {}, "raw_mean": dict}
+    inverse = made.begun(models.SparseLinear(6, 2)).transform(0, **step).inverse_scales["weight"]
     wanted = 1 / tfidf(weights, **facts, special=(0, 1))["weight"]
     torch.testing.assert_close(inverse, wanted.to(inverse.dtype).expand(6, 2))
     with pytest.raises(pg.PrivacyError, match=r"public TF-IDF weights, got IMDB.*features = .tf-idf"):

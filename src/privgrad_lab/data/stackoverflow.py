@@ -101,10 +101,10 @@ def stackoverflow_posts(
 ) -> DataSet:
     """Load the paper's centralized task: predict the most frequent tag of a post. One row per post, as their code.
 
-    The posts are those of the first `users` training users, in the order of their names: questions and answers, which
-    the files divide into sentences. Of each user, the last fifth is the test part; a hash orders the training part. A
-    row has the shares of its known words among all its words, packed (see `packed`). The label is the most frequent of
-    its tags, or 0 for a post without a known one.
+    The posts are those of the first `users` training users, in the order of their names. Each is a sentence of a
+    question or an answer, with the title and tags of the question. A hash orders the posts, and chooses a fifth of each
+    user's for the test part. A row has the shares of its known words among all its words, packed (see `packed`). The
+    label is the most frequent of its tags, or 0 for a post without a known one.
 
     Args:
         path: folder with TensorFlow Federated's files; None is the cache.
@@ -118,8 +118,8 @@ def stackoverflow_posts(
     Raises:
         PrivacyError: files are absent or damaged, h5py is not installed, or there are too few users.
     Privacy:
-        A row is a post: its user has many others. The frequent words, their `public_counts` and the frequent tags were
-        counted over all users: NOT private.
+        A row is a sentence: its user has many others. The frequent words, their `public_counts` and the frequent tags
+        were counted over all users: NOT private.
     Reference:
         Li et al. 2022 (AdaDPS). Deviations: the other users are not among the 400; there, they are the first four.
     """
@@ -127,7 +127,6 @@ def stackoverflow_posts(
     require_counts("stackoverflow_posts", **counts)
     require_integer("stackoverflow_posts", "other_users", other_users, 0)
     folder = located("stackoverflow_posts", path, "stackoverflow")
-    train, test, others = list[_Post](), list[_Post](), list[_Post]()
     with readable("stackoverflow_posts", f"the files in {folder}", "to be readable", _REMEDY):
         counted, known = _frequent(folder, words, tags)
         ids = {word: index for index, word in enumerate(counted)}
@@ -135,12 +134,9 @@ def stackoverflow_posts(
     if len(every) < users + other_users:
         condition, remedy = f"to be at least {users + other_users}", "lower users or other_users"
         raise expected("stackoverflow_posts", "the number of training users", condition, len(every), remedy)
-    for index, own in enumerate(every):
-        kept = len(own) * 4 // 5
-        train += own[:kept] if index < users else []
-        test += own[kept:] if index < users else []
-        others += own if index >= users else []
-    train.sort(key=lambda post: digest(post[0]))
+    parts = [(own[: len(own) * 4 // 5], own[len(own) * 4 // 5 :]) for own in every[:users]]
+    train = sorted(chain.from_iterable(own for own, _ in parts), key=_order)
+    test, others = [post for _, own in parts for post in own], list(chain.from_iterable(every[users:]))
     loaded = split(
         "StackOverflow (TensorFlow Federated), tags by post",
         _packed(train[:limit], len(ids)),
@@ -169,7 +165,11 @@ def _posts(file: Path, ids: Mapping[str, int], tags: Mapping[str, int], length: 
             kept = words[:length]
             label = min((tags[tag] for tag in names if tag in tags), default=0)
             rows.append((f"{user} {number}", [ids[word] for word in kept if word in ids], len(kept), label))
-        yield rows
+        yield sorted(rows, key=_order)
+
+
+def _order(post: _Post) -> bytes:
+    return digest(post[0])
 
 
 def _packed(posts: Sequence[_Post], words: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,13 +188,8 @@ def _read(file: Path) -> Iterator[tuple[str, Iterator[tuple[list[str], list[str]
         examples: Any = opened["examples"]
         for user in sorted(examples):
             columns = (examples[user][name][()] for name in ("title", "tokens", "tags"))
-            yield (
-                user,
-                (
-                    (f"{title.decode()} {text.decode()}".split(), tags.decode().split("|"))
-                    for title, text, tags in zip(*columns, strict=True)
-                ),
-            )
+            posts = zip(*columns, strict=True)
+            yield user, ((f"{a.decode()} {b.decode()}".split(), tags.decode().split("|")) for a, b, tags in posts)
 
 
 def _users(
