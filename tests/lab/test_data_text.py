@@ -565,7 +565,7 @@ def test_stackoverflow_is_read_by_user(tmp_path: Path):
 def test_stackoverflow_is_read_by_post(tmp_path: Path):
     """As the authors' code: shares of all words, the most frequent tag, and a fifth of each user for tests."""
     write_stackoverflow(tmp_path)
-    loaded = data.stackoverflow_posts(tmp_path, words=3, tags=2, users=4, other_users=2, validation=3)
+    loaded = data.stackoverflow_tags(tmp_path, words=3, tags=2, users=4, other_users=2, validation=3)
     # Users of 2, 3, 4 and 5 posts train by 1, 2, 3 and 4.
     assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [7, 3, 4]
     assert (loaded.num_classes, loaded.vocabulary, loaded.score) == (2, 3, "accuracy")
@@ -580,16 +580,16 @@ def test_stackoverflow_is_read_by_post(tmp_path: Path):
     assert len(loaded.other_public) == 6 + 7
     assert loaded.counts_provenance == "private-derived"
     write_stackoverflow(tmp_path, tags=b"rare|c")
-    few = data.stackoverflow_posts(tmp_path, words=3, tags=2, users=4, other_users=0, limit=5)
+    few = data.stackoverflow_tags(tmp_path, words=3, tags=2, users=4, other_users=0, limit=5)
     assert (len(few.train), few.other_public) == (5, None)
-    c_only = data.stackoverflow_posts(tmp_path, words=3, tags=2, users=4, other_users=0)
+    c_only = data.stackoverflow_tags(tmp_path, words=3, tags=2, users=4, other_users=0)
     # The third posts of three users have a rare tag only.
     assert torch.cat([c_only.train.tensors[1], c_only.test.tensors[1]]).bincount().tolist() == [3, 11]
     with pytest.raises(pg.PrivacyError, match="training users to be at least 10, got 6"):
-        data.stackoverflow_posts(tmp_path, users=6)
+        data.stackoverflow_tags(tmp_path, users=6)
     (tmp_path / "stackoverflow_train.h5").write_bytes(b"damaged")
-    with pytest.raises(pg.PrivacyError, match=r"stackoverflow_posts: expected the files .* to be readable"):
-        data.stackoverflow_posts(tmp_path, users=4)
+    with pytest.raises(pg.PrivacyError, match=r"stackoverflow_tags: expected the files .* to be readable"):
+        data.stackoverflow_tags(tmp_path, users=4)
 
 
 def test_stackoverflow_that_cannot_be_read_is_refused(tmp_path: Path):

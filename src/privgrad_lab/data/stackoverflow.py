@@ -88,7 +88,7 @@ def stackoverflow(
     )
 
 
-def stackoverflow_posts(
+def stackoverflow_tags(
     path: PathLike | None = None,
     *,
     words: Positive = 10_000,
@@ -124,16 +124,16 @@ def stackoverflow_posts(
         Li et al. 2022 (AdaDPS). Deviations: the other users are not among the 400; there, they are the first four.
     """
     counts = {"words": words, "tags": tags, "length": length, "users": users, "limit": limit}
-    require_counts("stackoverflow_posts", **counts)
-    require_integer("stackoverflow_posts", "other_users", other_users, 0)
-    folder = located("stackoverflow_posts", path, "stackoverflow")
-    with readable("stackoverflow_posts", f"the files in {folder}", "to be readable", _REMEDY):
+    require_counts("stackoverflow_tags", **counts)
+    require_integer("stackoverflow_tags", "other_users", other_users, 0)
+    folder = located("stackoverflow_tags", path, "stackoverflow")
+    with readable("stackoverflow_tags", f"the files in {folder}", "to be readable", _REMEDY):
         counted, known = _frequent(folder, words, tags)
         ids = {word: index for index, word in enumerate(counted)}
         every = list(islice(_posts(folder / "stackoverflow_train.h5", ids, known, length), users + other_users))
     if len(every) < users + other_users:
         condition, remedy = f"to be at least {users + other_users}", "lower users or other_users"
-        raise expected("stackoverflow_posts", "the number of training users", condition, len(every), remedy)
+        raise expected("stackoverflow_tags", "the number of training users", condition, len(every), remedy)
     parts = [(own[: len(own) * 4 // 5], own[len(own) * 4 // 5 :]) for own in every[:users]]
     train = sorted(chain.from_iterable(own for own, _ in parts), key=_order)
     test, others = [post for _, own in parts for post in own], list(chain.from_iterable(every[users:]))
