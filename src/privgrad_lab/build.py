@@ -228,14 +228,19 @@ def preconditioner(
     if table is None:
         return None
     facts: dict[str, Any] = {"gradient": public}
-    if "counts" in arguments(table.rule):
-        if data.public_counts is None:
-            raise wrong("data.use", "to have public word counts", data.name)
+    if (by_weights := "weights" in arguments(table.rule)) or "counts" in arguments(table.rule):
+        if data.public_counts is None or (by_weights and data.public_inputs is None):
+            condition = "to have public TF-IDF weights" if by_weights else "to have public word counts"
+            raise wrong("data.use", condition, data.name, 'try features = "tf-idf" in [data]' * by_weights)
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
         facts = {"counts": data.public_counts, "parameter": name, "dim": 0, "provenance": data.counts_provenance}
         is_private = data.counts_provenance == "private-derived"
         facts["source"] = f"words of {'the examples too' if is_private else 'texts apart from the examples'}"
+        if by_weights and data.public_inputs is not None:  # the rule needs their sum over the texts only
+            columns, values = data.public_inputs.double().unbind(1)
+            sums = torch.zeros(len(data.public_counts), dtype=torch.float64)
+            facts["weights"] = sums.scatter_add_(0, columns.long().flatten(), values.flatten()).unsqueeze(0)
     elif table.use == "inputs" and table.public is not None:
         facts = dict(zip(("examples", "source"), public_inputs(table.public, data), strict=True))
     elif table.use == "inputs" and public is not None:

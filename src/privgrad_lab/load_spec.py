@@ -98,6 +98,7 @@ def _wrong(method: MethodTable, key: str, condition: str, got: object, remedy: s
 _TINY: dict[str, Any] = {
     "gradient": PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none"),
     "counts": torch.ones(10_000),
+    "weights": torch.ones(1, 10_000),
     "parameter": "p",
     "dim": 0,
     "source": "none",

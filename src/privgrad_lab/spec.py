@@ -44,6 +44,7 @@ REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
             precondition.inputs,
             counts.frequencies,
             counts.by_rank,
+            counts.tfidf,
         )
     },
     "clip": {kind.__name__: kind for kind in (clip.Flat, clip.PerLayer, clip.Automatic)},

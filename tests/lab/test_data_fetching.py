@@ -232,7 +232,9 @@ def test_each_loader_has_a_source_and_an_unknown_name_is_refused():
         assert source.ways or source.by_hand or source.is_generated, source.name
         parts = [part for way in source.ways for part in way]
         assert all(part.checksum or part.kind.startswith("apt") for part in parts), source.name
-        assert source.name in ("imdb", "ptb") or not any("md5:" in part.checksum for part in parts), source.name
+        assert source.name in ("amazon", "imdb", "ptb") or not any("md5:" in part.checksum for part in parts), (
+            source.name
+        )
     with pytest.raises(pg.PrivacyError, match=r"NAME to be 'ad.*, got 'mnits'; did you mean 'mnist'"):
         CliRunner().invoke(app, ["data", "fetch", "mnits"], catch_exceptions=False)
     assert "nothing to fetch" in run("fetch", "heavy-tail").output

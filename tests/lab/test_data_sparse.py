@@ -1,6 +1,7 @@
 """Sparse rows as tensors, the layer that takes them, and the loaders of texts with a sentiment."""
 
 import csv
+import gzip
 import importlib.util
 import io
 import json
@@ -22,6 +23,9 @@ from conftest import make_plan
 from privgrad import data, models
 from privgrad.engine.factored import Factored
 from privgrad.gradient.reference import per_sample_gradients
+from privgrad.precondition.counts import tfidf
+from privgrad_lab.build import preconditioner
+from privgrad_lab.spec import PreconditionTable
 
 
 def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -156,6 +160,10 @@ def test_imdb_has_the_papers_features(features: Any, tmp_path: Path):
     if features == "tf-idf":
         rarity = torch.log10(5 / torch.tensor([5, 5, 0.1, 5, 5, 5]))
         weights *= rarity
+        assert loaded.public_inputs is not None
+        assert len(loaded.public_inputs) == 5
+    else:
+        assert loaded.public_inputs is None
     torch.testing.assert_close(row, weights)
 
 
@@ -173,6 +181,29 @@ def test_imdb_takes_amazons_reviews_as_other_public_data(tmp_path: Path):
     path.write_text("no json")
     with pytest.raises(pg.PrivacyError, match="line 1"):
         data.imdb(folder, amazon=str(path))
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.csv.gz"])
+def test_amazons_reviews_are_read_as_they_are_distributed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows of stars, title and text without a header, all quoted, with a backslash and an n for a line's end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [r'"3","so","so"', r'"1","bad ""film""","bad\nbad"', r'"5","good","film, good"', r'"4","good","more"']
+    folder = write_imdb(tmp_path / "data" / "imdb", count=100)
+    for place in (tmp_path / "data" / "amazon", tmp_path / "cache" / "privgrad" / "amazon"):
+        place.mkdir(parents=True)
+        with (gzip.open if name.endswith("gz") else open)(place / name, "wt", encoding="utf-8") as file:
+            file.write("\n".join(rows))
+        other = data.imdb(folder, amazon=f"amazon/{name}", features="words", length=5, words=6).other_public
+        assert other is not None
+        assert other.tensors[1].tolist() == [0, 1]  # 1 % of 200 reviews, without that of three stars
+        assert other.tensors[0].tolist() == [[1, 3, 4, 3, 3], [1, 5, 4, 5, 0]]
+        (place / name).unlink()
+    for wrong in ("stars,title,text", "1,two"):
+        (folder / "own.csv").write_text(wrong)
+        with pytest.raises(pg.PrivacyError, match="rows of stars, title and text"):
+            data.imdb(folder, amazon=str(folder / "own.csv"))
+    with pytest.raises(pg.PrivacyError, match="rows of stars"):
+        data.imdb(folder, amazon="amazon/train.csv")
 
 
 def test_imdb_that_is_absent_or_damaged_is_refused(tmp_path: Path):
@@ -193,8 +224,9 @@ def write_tweets(folder: Path, rows: int = 60) -> Path:
         writer = csv.writer(file)
         writer.writerow(["sentiment", "confidence", "text"])
         for index in range(rows):
-            writer.writerow([("positive", "negative", "neutral")[index % 3], "1", f"flight é\x85 number {index}"])
-            writer.writerow([("positive", "negative", "neutral")[index % 3], "1", f"flight é\x85 number {index}"])
+            to = "@VirginAmerica " if index % 4 == 0 else ""
+            row = [("positive", "negative", "neutral")[index % 3], "1", f"{to}flight é\x85 number {index}"]
+            writer.writerows([row, row])
         file.write("broken row\n")
     return folder
 
@@ -206,6 +238,9 @@ def test_tweets_count_once_and_are_split_by_text(tmp_path: Path):
     assert sizes[1] == 3
     assert loaded.public_counts is not None
     assert int(loaded.public_counts[1]) == 20  # a start for each neutral tweet
+    apart = data.tweets(tmp_path, features="words", length=5, validation=3, other_public=2)
+    assert apart.other_public is not None
+    assert (len(apart.other_public), len(apart.train)) == (2, len(loaded.train) - 2)
     with pytest.raises(pg.PrivacyError, match=r"contain aggregatedCorpus.*data fetch tweets"):
         data.tweets(tmp_path / "none")
 
@@ -216,3 +251,27 @@ def test_the_real_tweets():
     assert 17_000 < len(loaded.train) < 19_500
     assert 4_000 < len(loaded.test) < 5_200
     assert 0.2 < float(loaded.train.tensors[1].double().mean()) < 0.4
+
+
+def test_tfidf_scales_come_from_the_unlabeled_texts(tmp_path: Path):
+    """Against the matrix of the texts' weights; words that all have weigh nothing."""
+    folder = write_imdb(tmp_path)
+    loaded = data.imdb(folder, features="tf-idf", words=6, length=8)
+    assert loaded.public_inputs is not None
+    weights = torch.stack([unpacked(row[None], 6)[0] for row in loaded.public_inputs])
+    facts: dict[str, Any] = {"parameter": "weight", "dim": 0, "source": "five texts", "provenance": "public data"}
+    with pytest.raises(pg.PrivacyError, match="not all 0"):
+        tfidf(weights, **facts)
+    loaded.public_inputs[0, 1, 0] = 0.5
+    weights[0, int(loaded.public_inputs[0, 0, 0])] += 0.5
+    table = PreconditionTable.model_validate({"use": "tfidf", "special": [0, 1]})
+    made = preconditioner(table, None, models.SparseLinear(6, 2), loaded)
+    assert made is not None
+    assert made.is_public
+    assert made.source == "public data: words of texts apart from the examples"
+    step: dict[str, Any] = {"epoch_steps": 1, "noise_std": 0.0, "parameters": {}, "raw_mean": dict}
+    inverse = made.begun(models.SparseLinear(6, 2)).transform(0, **step).inverse_scales["weight"]
+    wanted = 1 / tfidf(weights, **facts, special=(0, 1))["weight"]
+    torch.testing.assert_close(inverse, wanted.to(inverse.dtype).expand(6, 2))
+    with pytest.raises(pg.PrivacyError, match=r"public TF-IDF weights, got IMDB.*features = .tf-idf"):
+        preconditioner(table, None, models.SparseLinear(6, 2), data.imdb(folder, words=6))

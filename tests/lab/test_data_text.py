@@ -519,7 +519,7 @@ def test_a_spec_stores_the_states_of_frozen_layers(tmp_path: Path):
 # StackOverflow
 
 
-def write_stackoverflow(folder: Path, users: int = 6) -> None:
+def write_stackoverflow(folder: Path, users: int = 6, tags: bytes = b"c|python") -> None:
     """Users of two to seven posts, every third of them without a known tag."""
     h5py = pytest.importorskip("h5py")
     folder.mkdir(parents=True, exist_ok=True)
@@ -532,7 +532,7 @@ def write_stackoverflow(folder: Path, users: int = 6) -> None:
                 columns = {
                     "title": [b"how to" for _ in posts],
                     "tokens": [b"sort the unknown" for _ in posts],
-                    "tags": [b"rare" if post % 3 == 2 else b"c|python" for post in posts],
+                    "tags": [b"rare" if post % 3 == 2 else tags for post in posts],
                 }
                 for name, values in columns.items():
                     file[f"examples/0000{user}/{name}"] = values
@@ -560,6 +560,36 @@ def test_stackoverflow_is_read_by_user(tmp_path: Path):
     assert (made.is_public, public.is_public) == (False, True)
     with pytest.raises(pg.PrivacyError, match="at least 3 tagged posts to be at least 5 and 1, got 4"):
         data.stackoverflow(tmp_path, tags=2, limit=5, minimum=3)
+
+
+def test_stackoverflow_is_read_by_post(tmp_path: Path):
+    """As the authors' code: shares of all words, the most frequent tag, and a fifth of each user for tests."""
+    write_stackoverflow(tmp_path)
+    loaded = data.stackoverflow_tags(tmp_path, words=3, tags=2, users=4, other_users=2, validation=3)
+    # Users of 2, 3, 4 and 5 posts train by 1, 2, 3 and 4.
+    assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [7, 3, 4]
+    assert (loaded.num_classes, loaded.vocabulary, loaded.score) == (2, 3, "accuracy")
+    inputs, labels = loaded.train.tensors
+    # Of "how to sort the unknown", three words are among the three most frequent: the, how and to.
+    for row in inputs:
+        found = torch.zeros(3).scatter_add_(0, row[0].long(), row[1])
+        torch.testing.assert_close(found, torch.full((3,), 0.2))
+    every = torch.cat([labels, loaded.validation.tensors[1]])
+    assert every.tolist() == [0] * 10  # python is more frequent than c, and a post of a rare tag counts as the first
+    assert loaded.other_public is not None
+    assert len(loaded.other_public) == 6 + 7
+    assert loaded.counts_provenance == "private-derived"
+    write_stackoverflow(tmp_path, tags=b"rare|c")
+    few = data.stackoverflow_tags(tmp_path, words=3, tags=2, users=4, other_users=0, limit=5)
+    assert (len(few.train), few.other_public) == (5, None)
+    c_only = data.stackoverflow_tags(tmp_path, words=3, tags=2, users=4, other_users=0)
+    # The third posts of three users have a rare tag only.
+    assert torch.cat([c_only.train.tensors[1], c_only.test.tensors[1]]).bincount().tolist() == [3, 11]
+    with pytest.raises(pg.PrivacyError, match="training users to be at least 10, got 6"):
+        data.stackoverflow_tags(tmp_path, users=6)
+    (tmp_path / "stackoverflow_train.h5").write_bytes(b"damaged")
+    with pytest.raises(pg.PrivacyError, match=r"stackoverflow_tags: expected the files .* to be readable"):
+        data.stackoverflow_tags(tmp_path, users=4)
 
 
 def test_stackoverflow_that_cannot_be_read_is_refused(tmp_path: Path):

@@ -103,9 +103,10 @@ def test_every_item_runs_small(
 def test_a_table_sets_methods_of_items_side_by_side(tmp_path: Path):
     found, table = reproduce("adadps/features", tmp_path / "out", smoke=True, progress=False)
     assert list(found) == ["Tweets", "Tweets, TF-IDF"]
+    assert found["Tweets, TF-IDF"]["AdaDPS, without public examples"]["method"] == "AdaDPS, TF-IDF scores"
     lines = (tmp_path / "out" / "adadps-imdb-tfidf" / "runs.jsonl").read_text().splitlines()
     finals = {run["method"]: run for run in map(json.loads, lines) if run["phase"] == "final"}
-    cell, final = found["Tweets, TF-IDF"]["AdaDPS, frequencies"], finals["AdaDPS, frequencies"]
+    cell, final = found["Tweets, TF-IDF"]["AdaDPS, without public examples"], finals["AdaDPS, TF-IDF scores"]
     assert cell["accuracy"]["mean"] == final["test_accuracy"]
     assert final["side_information"] == "public data: words of texts apart from the examples"
     assert cell["paper"] == 0.8
@@ -114,12 +115,47 @@ def test_a_table_sets_methods_of_items_side_by_side(tmp_path: Path):
     assert shown == found
 
 
+def test_a_table_takes_the_papers_data_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows without a folder keep the stand-in, which the table says."""
+    seen: dict[str, Spec] = {}
+
+    def records(spec: Spec, out: Path, **_: Any) -> list[Any]:
+        seen[out.name] = spec
+        return []
+
+    monkeypatch.setattr("privgrad_lab.papers.reproduce._records", records)
+    monkeypatch.setattr("privgrad_lab.papers.reproduce._method_numbers", lambda *_: {"groups": {}})
+    monkeypatch.setattr("privgrad_lab.papers.reproduce._comparison_table", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    for name, out in (("mnist", "one"), ("imdb", "two"), ("stackoverflow", "three"), ("amazon", "four")):
+        Path(name).mkdir()
+        found, table = reproduce("adadps/ood-public", tmp_path / out, data=tmp_path, progress=False)
+        caption = str(table.caption).split("their data: ")[1]
+        if name == "imdb":  # without Amazon's reviews
+            assert caption == "Tweets, Debian tags."
+            assert list(found) == ["Tweets", "Debian tags", "Autoencoder, MNIST"]
+    assert caption == "none."
+    assert list(found) == ["IMDB", "StackOverflow", "Autoencoder, MNIST"]
+    assert [row["stands_in_for"] for row in found.values()] == [None] * 3
+    given = {name: spec.data.options["path"] for name, spec in seen.items()}
+    own = {"imdb-ood": "imdb", "stackoverflow": "stackoverflow", "autoencoder": "mnist"}
+    assert given == {f"adadps-{name}": str(tmp_path / folder) for name, folder in own.items()}
+    with pytest.raises(pg.PrivacyError, match="a different given"):
+        reproduce("adadps/ood-public", tmp_path / "four", progress=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(pg.PrivacyError, match=r"--data to hold folders .* imdb, mnist, stackoverflow"):
+        reproduce("adadps/ood-public", tmp_path / "five", data=tmp_path / "empty", progress=False)
+    with pytest.raises(pg.PrivacyError, match="--data to be absent for --smoke"):
+        reproduce("adadps/ood-public", tmp_path / "six", data=tmp_path, smoke=True, progress=False)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_names_methods_that_there_are(name: str):
     raw = _load(name)
     for row in raw["rows"]:
         assert len(row["methods"]) == len(row["paper"]) == len(raw["columns"])
-        base = prepared(row["item"], data=None, smoke=False)
+        base = prepared(row["item"], data=Path("somewhere"))  # each row has data of the paper's own
+        assert row["given"] != row["title"]
         names = [method["name"] for method in base["methods"]]
         for method, paper in zip(row["methods"], row["paper"], strict=True):
             assert method in names or (method == "" and paper == "none")

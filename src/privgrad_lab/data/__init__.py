@@ -18,7 +18,7 @@ from privgrad_lab.data.debian import (
 )
 from privgrad_lab.data.images import barcode, cifar10, fashion_mnist, mnist
 from privgrad_lab.data.sentiment import imdb, tweets
-from privgrad_lab.data.stackoverflow import stackoverflow
+from privgrad_lab.data.stackoverflow import stackoverflow, stackoverflow_tags
 from privgrad_lab.data.tabular import adult, heavy_tail
 from privgrad_lab.data.text import brown, ptb, snli
 
@@ -42,6 +42,7 @@ __all__ = [
     "sentence_pairs",
     "snli",
     "stackoverflow",
+    "stackoverflow_tags",
     "tweets",
 ]
 

