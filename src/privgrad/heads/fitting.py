@@ -31,7 +31,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.loading import Data
-from privgrad.training.defaults import head_max_grad_norm, head_noise_step
+from privgrad.training.defaults import head_confidence, head_max_grad_norm, head_noise_step
 from privgrad.training.fitting import fit
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit
@@ -187,6 +187,10 @@ def fit_head(
     if done >= plan.steps:
         told = f"fit_head: {output_dir} holds a finished training. Its head is returned, and the given rows are not "
         warnings.warn(f"{told}used: give another folder to train on other rows", stacklevel=2)
+    of_table = isinstance(extractor, Splines | Scaled) or (extractor is None and schema is not None)
+    if of_table and target.kind == "class" and target.outputs == 2 and not hidden:
+        with torch.no_grad():
+            model.linear.weight.mul_(head_confidence(plan.max_grad_norm))
     privacy = privacy_of(plan, result.ledger)
     return Head(model, target, extractor, privacy=privacy, classes=classes, schema=schema, result=result)
 
