@@ -1,11 +1,13 @@
 """How far a level method is behind the best of several by chance: `python -m benchmarks.chance --kept FOLDER`.
 
-It keeps predictions of test rows in a folder, and trains what is missing there. Each set and epsilon appends a line to
-results/tables/chance.jsonl, and `--table` prints what there is. A draw takes the test rows with replacement, the same
-ones for all methods, and seeds, whose spread it enlarges for the few that there are. Every mean is moved to equality.
-So the draw's best is ahead by chance alone. "level" is the share of draws in which the table model is behind it by more
-than the limit: a point, or 3 % of R2. "p" is the share in which it is at least as far behind as it was measured. Two
-further lines tell in how many sets a level method is behind by more, at one epsilon or both.
+It keeps predictions of test rows in a folder, and trains what is missing there, with the first seed. Each set and
+epsilon appends a line to results/tables/chance.jsonl, and `--table` prints what there is. To save time, it takes the
+best few methods of a set by results/tables/runs.jsonl, and a slow network only if it is the best. With more methods,
+the best would be further ahead by chance. A draw takes the test rows with replacement, the same ones for all methods,
+and the recorded seeds, whose spread it enlarges for the few that there are. Every mean is moved to equality. So the
+draw's best is ahead by chance alone. "level" is the share of draws in which the table model is behind it by more than
+the limit: a point, or 3 % of R2. "p" is the share in which it is at least as far behind as it was measured. A last line
+tells in how many sets a level method is behind by more, at one epsilon or both.
 """
 
 import itertools
@@ -21,12 +23,14 @@ from benchmarks.accuracy.run import read
 from benchmarks.table_methods import METHODS, predicted
 from benchmarks.table_sets import Array, Half, Table, halves, load
 from benchmarks.tables import EPSILONS
+from benchmarks.tables import OUT as RUNS
 from benchmarks.untuned import SEEDS
 
 OUT = Path(__file__).resolve().parents[1] / "results/tables/chance.jsonl"
 OURS = "privgrad-tabular"
 DRAWS = 2000
-FEW = 4  # the best of a set, which need not take long
+FEW = 4  # the best of a set
+SLOW = ("privgrad-network", "opacus-mlp")
 
 
 def auc(made: Array, labels: Array, weights: Array) -> Array:
@@ -52,64 +56,62 @@ def scores(table: Table, made: Array, weights: Array) -> Array:
     return weights @ (made.argmax(1) == labels) / weights.sum(1)
 
 
-def kept(folder: Path, table: Table, method: str, epsilon: float, seed: int) -> Array:
-    """Return the predictions of a training, which a file of the folder holds or gets."""
-    file = folder / f"{table.name}-{method}-{epsilon:g}-{seed}.npy"
+def kept(folder: Path, table: Table, method: str, epsilon: float) -> Array:
+    """Return the predictions of the first seed's training, which a file of the folder holds or gets."""
+    file = folder / f"{table.name}-{method}-{epsilon:g}-{SEEDS[0]}.npy"
     if not file.exists():
-        np.save(file, predicted(method, table, epsilon, seed).astype(np.float32))
+        np.save(file, predicted(method, table, epsilon, SEEDS[0]).astype(np.float32))
     return np.load(file).astype(float)
 
 
-def drawn(folder: Path, table: Table, epsilon: float, weights: Array, chosen: Array) -> tuple[dict[str, Any], Array]:
-    """Return the record of a set, and by how much each draw's best is ahead of the table model: (2, draws).
+def best_of(table: Table, epsilon: float) -> tuple[str, dict[str, list[float]]]:
+    """Return the metric of a set, and the scores by seed of its best methods, with that of a table first."""
+    own = [one for one in read(RUNS) if (one["set"], one["epsilon"]) == (table.name, epsilon)]
+    metric = next(one for one in ("r2", "auc", "accuracy") if one in own[0])
+    values = {name: [one[metric] for one in own if one["method"] == name] for name in METHODS}
+    order = sorted((name for name in METHODS if values[name]), key=lambda name: -np.mean(values[name]))
+    few = [name for place, name in enumerate(order) if place == 0 or name not in SLOW][:FEW]
+    return metric, {name: values[name] for name in (OURS, *few)}
 
-    The first row has all methods, and the second the best few.
-    """
-    classes = table.target.outputs if table.target.kind == "class" else 1
-    methods = [name for name, of in METHODS.items() if of.private and of.applies(classes)]
-    found = np.array(
-        [[scores(table, kept(folder, table, name, epsilon, seed), weights) for seed in SEEDS] for name in methods]
-    )  # (methods, seeds, draws), of which the first draw has each row once
-    means = found[:, :, 0].mean(1)
-    own, best = methods.index(OURS), int(means.argmax())
-    of_rows = found.mean(1) - means[:, None]
+
+def drawn(folder: Path, table: Table, epsilon: float, weights: Array, chosen: Array) -> tuple[dict[str, Any], Array]:
+    """Return the record of a set, and whether each draw's best is ahead of the table model by more than the limit."""
+    metric, by_seed = best_of(table, epsilon)
+    of_rows = np.stack([scores(table, kept(folder, table, name, epsilon), weights) for name in by_seed])
+    of_rows = of_rows[:, 1:] - of_rows[:, :1]  # the first draw has each row once
+    found = np.array(list(by_seed.values()))  # (methods, seeds)
+    means = found.mean(1)
     enlarged = np.sqrt(len(SEEDS) / (len(SEEDS) - 1))
-    of_seeds = np.stack([found[:, places, 0].mean(1) for places in chosen], axis=1) - means[:, None]
-    moved = (of_rows + enlarged * of_seeds)[:, 1:]
-    few = sorted({own, *np.argsort(-means)[:FEW].tolist()})
-    ahead = np.stack([moved.max(0) - moved[own], moved[few].max(0) - moved[own]])
-    metric = "r2" if table.target.kind == "number" else "auc" if classes == 2 else "accuracy"
-    limit = 0.03 * abs(means[best]) if metric == "r2" else 0.01
-    gap = float(means[best] - means[own])
+    moved = of_rows + enlarged * (found[:, chosen].mean(2) - means[:, None])
+    methods = list(by_seed)
+    ahead, gap = moved.max(0) - moved[0], float(means.max() - means[0])
+    limit = 0.03 * abs(means.max()) if metric == "r2" else 0.01
     record = {"set": table.name, "epsilon": epsilon, "metric": metric, "test_rows": len(table.labels["test"])}
-    record |= {"best": methods[best], "gap": round(gap, 5), "limit": round(float(limit), 5), "methods": len(methods)}
-    for name, values in zip(("", "_few"), ahead, strict=True):
-        record[f"level{name}"] = round(float((values > limit).mean()), 4)
-        record[f"p{name}"] = round(float((values >= gap).mean()), 4)
+    record |= {"best": methods[int(means.argmax())], "gap": round(gap, 5), "limit": round(float(limit), 5)}
+    record |= {"level": round(float((ahead > limit).mean()), 4), "p": round(float((ahead >= gap).mean()), 4)}
     return record, ahead > limit
 
 
-def measured(half: Half, folder: Path) -> list[dict[str, Any]]:
-    """Return the record of each set and epsilon of a half, and of the number of sets."""
+def measured(half: Half, folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Return the record of each set and epsilon, and of the number of sets."""
     generator = np.random.default_rng(0)
     records: list[dict[str, Any]] = []
     behind: list[Array] = []
-    for name in (name for name, own in halves().items() if own == half):
+    for name in names:
         table = load(name)
         rows = len(table.labels["test"])
         weights = np.vstack([np.ones(rows), generator.multinomial(rows, np.full(rows, 1 / rows), size=DRAWS)])
-        of_set = np.zeros((2, DRAWS), dtype=bool)
+        of_set = np.zeros(DRAWS, dtype=bool)
         for epsilon in EPSILONS:
-            chosen = generator.integers(len(SEEDS), size=(DRAWS + 1, len(SEEDS)))
+            chosen = generator.integers(len(SEEDS), size=(DRAWS, len(SEEDS)))
             record, own = drawn(folder, table, epsilon, weights, chosen)
             records.append({"half": half, **record})
             of_set |= own
         behind.append(of_set)
-    for which, counts in zip(("all", FEW), np.sum(behind, axis=0), strict=True):
-        low, middle, high = np.quantile(counts, (0.05, 0.5, 0.95)).tolist()
-        found = {"set": None, "half": half, "methods": which, "sets": len(behind), "mean": round(counts.mean(), 2)}
-        records.append(found | {"low": low, "median": middle, "high": high, "draws": DRAWS})
-    return records
+    counts = np.sum(behind, axis=0)
+    low, middle, high = np.quantile(counts, (0.05, 0.5, 0.95)).tolist()
+    found = {"half": half, "set": None, "sets": len(behind), "mean": round(float(counts.mean()), 2)}
+    return [*records, found | {"low": low, "median": middle, "high": high, "draws": DRAWS}]
 
 
 def table_of(records: list[dict[str, Any]]) -> str:
@@ -130,15 +132,17 @@ def table_of(records: list[dict[str, Any]]) -> str:
 def main(
     kept: Annotated[Path, typer.Option(help="a folder for the predictions")] = Path("kept"),
     half: Annotated[Half, typer.Option()] = "second",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="default: all of the half")] = None,
     table: Annotated[bool, typer.Option("--table", help="print what there is, and train nothing")] = False,
 ) -> None:
     if table:
         typer.echo(table_of([one for one in read(OUT) if one["half"] == half]))
         return
     torch.set_num_threads(1)
+    names = [name for name, own in halves().items() if own == half and name in (set_ or [name])]
     kept.mkdir(parents=True, exist_ok=True)
     with OUT.open("a") as file:
-        file.writelines(json.dumps(one) + "\n" for one in measured(half, kept))
+        file.writelines(json.dumps(one) + "\n" for one in measured(half, kept, names))
 
 
 if __name__ == "__main__":

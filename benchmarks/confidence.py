@@ -1,8 +1,8 @@
 """Probabilities of two classes with and without the factor for clipping: `python -m benchmarks.confidence`.
 
 Each training of the table model appends a line to results/tables/confidence.jsonl, with the log loss and the
-calibration error of both, and is not run again. The third round of tables judges the factor, with two seeds, and DP-EBM
-runs there, too. `--half` names the others, which were in view. Trainings with seeds are NOT private.
+calibration error of both, and is not run again. The third round of tables judges the factor, and DP-EBM runs
+there, too. `--half` names the others, which were in view. Trainings with seeds are NOT private.
 """
 
 from pathlib import Path
@@ -82,8 +82,8 @@ def main(
     methods = METHODS if half == "third" else METHODS[:1]  # results/tables/runs.jsonl has DP-EBM on the others
     wanted = [
         Run(name, method, epsilon, seed)
-        for name in names
         for seed in SEEDS
+        for name in names
         for method in methods
         for epsilon in epsilons
     ]

@@ -32,7 +32,7 @@ ROW = "row of the file"
 
 def halves() -> dict[str, Half]:
     """Return the half of each set, by the rule in the file; a set of a later round is in "second" or "third"."""
-    later = {name: ROUNDS[own["round"]] for name, own in DECLARED.items() if "round" in own}
+    later: dict[str, Half] = {name: ROUNDS[own["round"]] for name, own in DECLARED.items() if "round" in own}
     names = sorted(
         (name for name, own in DECLARED.items() if not own.get("seen") and name not in later),
         key=lambda name: hashlib.sha256(name.encode()).hexdigest(),
