@@ -23,22 +23,23 @@ from privgrad_lab.data.fetching import located
 
 Array = NDArray[Any]
 Part = Literal["train", "test"]
-Half = Literal["development", "judgement", "second"]
+Half = Literal["development", "judgement", "second", "third"]
+ROUNDS: dict[int, Half] = {2: "second", 3: "third"}
 DECLARED: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 TEST_SHARE = 0.2
 ROW = "row of the file"
 
 
 def halves() -> dict[str, Half]:
-    """Return the half of each set, by the rule in the file; a set of the second round is in "second"."""
-    second = [name for name, own in DECLARED.items() if own.get("round") == 2]
+    """Return the half of each set, by the rule in the file; a set of a later round is in "second" or "third"."""
+    later: dict[str, Half] = {name: ROUNDS[own["round"]] for name, own in DECLARED.items() if "round" in own}
     names = sorted(
-        (name for name, own in DECLARED.items() if not own.get("seen") and name not in second),
+        (name for name, own in DECLARED.items() if not own.get("seen") and name not in later),
         key=lambda name: hashlib.sha256(name.encode()).hexdigest(),
     )
     found: dict[str, Half] = dict.fromkeys(DECLARED, "development")
     found.update(dict.fromkeys(names[len(names) // 2 :], "judgement"))
-    found.update(dict.fromkeys(second, "second"))
+    found.update(later)
     return found
 
 

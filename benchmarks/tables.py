@@ -144,7 +144,12 @@ def ranks(half: Half) -> str:
         means = {method: float(np.mean(values)) for method, values in scores.items()}
         for method, mean in means.items():
             found[method].append(1 + sum(other > mean for other in means.values()))
-    names: dict[Half, str] = {"development": "in view", "judgement": "kept apart", "second": "second round"}
+    names: dict[Half, str] = {
+        "development": "in view",
+        "judgement": "kept apart",
+        "second": "second round",
+        "third": "third",
+    }
     return f"| {names[half]} | {' | '.join(f'{np.mean(of_method):.1f}' for of_method in found.values())} |"
 
 

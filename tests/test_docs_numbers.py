@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import privgrad as pg
-from benchmarks import convolutions, defaults, epochs, images, tables, texts, trainer_texts, untuned
+from benchmarks import chance, confidence, convolutions, defaults, epochs, images, tables, texts, trainer_texts, untuned
 from benchmarks.claims.__main__ import read, table
 from benchmarks.table_sets import halves
 from pages import ROOT, blocks
@@ -750,8 +750,12 @@ def test_the_tables_of_defaults_are_those_of_their_records():
     assert all(halves()[one["set"]] == one["half"] for one in records)
     for metric, half in itertools.product((None, "log_loss"), measured):
         assert f"|---|\n{tables.changes(metric, half=half)}\n\n" in CHOOSING.read_text()
-    for said in ("\n".join(map(tables.ranks, measured)), tables.trials()):
+    in_view = "\n".join(confidence.table_of(half) for half in ("second", "judgement", "development"))
+    of_chance = chance.table_of(read(chance.OUT))
+    found = (of_chance, confidence.table_of("third"), in_view)
+    for said in ("\n".join(map(tables.ranks, measured)), tables.trials(), *found):
         assert f"|---|\n{said}\n\n" in CHOOSING.read_text()
+    assert [one["median"] for one in read(chance.OUT) if one["set"] is None] == [of_chance.count("\n") + 1] == [7]
     for rows in (defaults.networks(), convolutions.table(convolutions.FORMER), convolutions.table()):
         assert f"|---|\n{rows}\n\n" in CHOOSING.read_text()
     first = [one for one in read(convolutions.OUT) if (one["clip"], one["seed"]) == (1.0, 0)]

@@ -1,5 +1,6 @@
 """Models of a table: from a data frame to predictions, with hidden units, saved and loaded, and what they refuse."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import privgrad as pg
 from privgrad.data.schema import knots_of
-from privgrad.training.defaults import head_max_grad_norm, head_noise_step, table_hidden
+from privgrad.training.defaults import head_confidence, head_max_grad_norm, head_noise_step, table_hidden
 
 pytest.importorskip("sklearn")
 pd = pytest.importorskip("pandas")
@@ -25,6 +26,7 @@ COLUMNS: dict[str, Any] = {
     "job": {"kind": "category", "values": ["none", "nurse", "pilot"], "other": True},
     "since": {"kind": "date", "as": ["month", "weekday"]},
 }
+CODED = {name: {"missing": "category", **own} for name, own in COLUMNS.items()}
 pytestmark = pytest.mark.filterwarnings("ignore:NOT PRIVATE. column .person.")  # of rows by themselves
 BUDGET: dict[str, Any] = {"target_epsilon": 5.0, "delta": 1e-3, "num_examples": 600}
 FACTS: dict[str, Any] = {"unit": "row"} | BUDGET
@@ -230,3 +232,20 @@ def test_scorers_see_the_classes_in_order():
     model = classifier(classes=[True, False], steps=50, verbose=False).fit(frame, binary.tolist())
     assert model.classes_.tolist() == [False, True]
     assert get_scorer("roc_auc")(model, frame, binary) > 0.9
+
+
+@pytest.mark.filterwarnings("ignore")  # of a research seed, and of values outside of ranges
+@pytest.mark.parametrize(("classes", "share"), [(["stayed", "left"], 1 / (1 + 0.4 * math.log(2**0.5 / 0.3))), (3, 1)])
+def test_outputs_for_two_classes_of_a_table_make_up_for_clipping(classes: Any, share: float):
+    names: list[str] = classes if isinstance(classes, list) else ["stayed", "left", "died"]
+    frame = people()
+    data = pg.data.table(frame[frame["left"].isin(names)], columns=CODED, label="left", classes=names, unit="row")
+    codes, labels = data.train.tensors
+    facts: dict[str, Any] = BUDGET | {"seed": 0, "steps": 3, "max_grad_norm": 0.3, "progress": False}
+    facts |= {"num_classes": len(names), "source": "codes"}
+    first, second = (pg.fit_head(codes.float(), labels, schema=one, **facts) for one in (None, data.schema))
+    torch.testing.assert_close(second.model.linear.weight, share * first.model.linear.weight)
+
+
+def test_a_c_that_clips_nothing_changes_no_confidence():
+    assert head_confidence(1.5) == 1 > head_confidence(1.0) > head_confidence(0.3) > 0

@@ -21,6 +21,7 @@ from privgrad.data.dataset import NO_LABEL
 from privgrad.data.schema import Schema
 from privgrad.errors import expected, require_integer
 from privgrad.features.extractor import SHARED, Extractor, first_infinite
+from privgrad.features.whitened import Scaled
 from privgrad.gradient.contribution import SampleGradient
 from privgrad.heads.head import Head, Target, declared, privacy_of, require_declared
 from privgrad.ledger.budget import Budget
@@ -31,7 +32,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.class_rates import ClassRates
 from privgrad.sampling.loading import Data
-from privgrad.training.defaults import head_max_grad_norm, head_noise_step
+from privgrad.training.defaults import head_confidence, head_max_grad_norm, head_noise_step
 from privgrad.training.fitting import fit
 from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit
@@ -112,7 +113,8 @@ def fit_head(
         seed: None for the operating system's entropy. A research seed voids the privacy guarantee.
         progress: as in `fit`.
     Returns:
-        Head, with the result of `fit`.
+        Head, with the result of `fit`. For two classes on codes of a table, its outputs are smaller than those of the
+        training, to make up for the confidence that clipping adds (docs/choosing-evidence.md).
     Raises:
         PrivacyError: arguments are missing, contradict each other, or do not fit the data; nothing was spent.
         TypeError: features or labels are neither a tensor nor an array of numbers.
@@ -187,6 +189,10 @@ def fit_head(
     if done >= plan.steps:
         told = f"fit_head: {output_dir} holds a finished training. Its head is returned, and the given rows are not "
         warnings.warn(f"{told}used: give another folder to train on other rows", stacklevel=2)
+    of_table = isinstance(extractor, Scaled) or (extractor is None and schema is not None)
+    if of_table and target.kind == "class" and target.outputs == 2 and not hidden:
+        with torch.no_grad():
+            model.linear.weight.mul_(head_confidence(plan.max_grad_norm))
     privacy = privacy_of(plan, result.ledger)
     return Head(model, target, extractor, privacy=privacy, classes=classes, schema=schema, result=result)
 

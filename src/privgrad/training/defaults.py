@@ -27,6 +27,7 @@ from privgrad.types import Batch, LossFunction, count_examples, map_examples
 _LINEAR = 0.06
 _NUMBER = 0.016  # of a linear head for a number between -1 and 1
 _PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
+_CONFIDENCE = 0.4  # of two classes, for each power of e by which C is below the largest norm of their gradients
 _HIDDEN = 0.3  # noise step of a head with hidden units, over that of a linear one
 _UNITS = 32
 _ENOUGH_FOR_UNITS = 40_000  # examples times epsilon
@@ -238,6 +239,15 @@ def head_max_grad_norm(plan: PrivacyPlan, weights: int, *, of_numbers: bool, hid
         return 0.3 if noise < 0.005 else 0.1
     large, small = (1.0, 0.3) if weights <= 5_000 else (0.3, 0.1)  # the latter: features, not columns of a table
     return large if noise < 0.02 else small
+
+
+def head_confidence(max_grad_norm: float) -> float:
+    """Return the factor of the outputs of a linear head for two classes on codes of a table, in (0, 1].
+
+    Gradients on rows of norm 1 are sqrt(2) times the error. Clipping makes large errors count less, so that a head is
+    too sure of the frequent class. docs/choosing-evidence.md has the measurements.
+    """
+    return 1 / (1 + _CONFIDENCE * max(0.0, math.log(math.sqrt(2) / max_grad_norm)))
 
 
 def _noise_of_means(plan: PrivacyPlan, weights: int) -> float:
