@@ -185,7 +185,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool
         output_dir=run.folder(payer.out),
         progress=progress,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), build.autocast(spec):
         if made.plan.privacy_unit == "user":  # `build.make_data` has checked that a row holds all data of one person
             warnings.filterwarnings("ignore", "NOT PRIVATE: the plan declares")
         return payer.train(spec, run, data, made, fitted)

@@ -214,6 +214,7 @@ class RunTable(Table):
     flip: Flip | Literal["none"] = "none"  # how half of the views are mirrored
     ema_decay: float | None = Field(default=None, ge=0, lt=1)  # of an average, evaluated in place of the weights
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    autocast: Literal["bfloat16"] | None = None  # of forward and backward passes; sums and noise keep their precision
     engine: Literal["factored", "vmap"] = "factored"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from privgrad.errors import did_you_mean, expected, require_choice
 from privgrad_lab import records as recorded
+from privgrad_lab.build import autocast
 from privgrad_lab.data import LOADERS
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.papers import probes
@@ -58,7 +59,8 @@ def reproduce(
     else:
         spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
         if kind in _PROBES:
-            found, table = _PROBES[kind](spec, probe, out, progress=progress)
+            with autocast(spec):
+                found, table = _PROBES[kind](spec, probe, out, progress=progress)
         else:
             records = _records(spec, out, so_far=so_far, progress=progress)
             found, table = _beside_paper(spec, records, stands_in_for)
