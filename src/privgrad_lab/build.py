@@ -186,8 +186,10 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
 
 def device_of(spec: Spec) -> str:
     """Return "cuda" or "cpu", the device of a spec's trainings."""
-    gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    return "cuda" if gpu else "cpu"
+    found = torch.cuda.is_available()
+    if spec.run.device == "cuda" and not found:
+        raise wrong("run.device", "to be a device that torch finds", "'cuda'", "choose auto or cpu")
+    return "cpu" if spec.run.device == "cpu" or not found else "cuda"
 
 
 def autocast(spec: Spec) -> torch.autocast:

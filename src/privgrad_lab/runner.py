@@ -127,6 +127,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "delta": plan.delta,
         "sampling": plan.sampling,
         "score": data.score,
+        "device": next(made.model.parameters()).device.type,
         "side_information": made.private_grad.ledger.plan_facts["side_information"],
         "released": None if made.released is None else made.released.summary(),
         "fraction_floored": made.optimizer.fraction_floored() if isinstance(made.optimizer, Debiased) else None,
@@ -400,6 +401,7 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them."""
+    build.device_of(spec)
     spec.plan(None, tuning=True)  # its refusals and warnings come before the data are loaded
     data = build.make_data(spec)
     for method in spec.methods:

@@ -1,4 +1,4 @@
-"""Trainings of a TOML in mixed precision."""
+"""Trainings of a TOML on a device, and in mixed precision."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import privgrad as pg
-from privgrad_lab import runner
+from privgrad_lab import build, runner
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.metrics import measure
+from privgrad_lab.papers.reproduce import _WHOLE, _load, items, reproduce
 from privgrad_lab.records import describe
 from privgrad_lab.spec import Spec
 
@@ -57,3 +58,38 @@ def test_precision_belongs_to_an_experiment(tmp_path: Path):
     assert "autocast" not in describe(spec_of())
     with pytest.raises(pg.PrivacyError, match="a different run"):
         runner.train(spec_of(autocast="bfloat16"), tmp_path, seed=0, progress=False)
+
+
+def test_a_folder_goes_on_with_another_device(tmp_path: Path):
+    comparison = spec_of(device="cpu", seeds=[0])
+    (record,) = runner.compare(comparison, tmp_path, progress=False)
+    assert record["device"] == "cpu"
+    assert runner.compare(spec_of(device="auto", seeds=[0]), tmp_path, progress=False) == [record]
+    with pytest.raises(pg.PrivacyError, match="a different run"):
+        runner.compare(spec_of(device="auto", seeds=[1]), tmp_path, progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_here_is_refused_before_the_data_are_loaded(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match=r"run\.device to be a device that torch finds, got 'cuda'; choose auto"):
+        reproduce("heavy-tail/fig2", tmp_path / "new", smoke=True, device="cuda")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in items() if _load(name).get("kind", "") not in ("table", *_WHOLE)])
+def test_every_item_takes_a_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where the item's file has none; those of a table are other items."""
+    seen: list[str] = []
+
+    def device_of(spec: Spec) -> str:
+        seen.append(spec.run.device)
+        raise NotImplementedError
+
+    monkeypatch.setattr(build, "device_of", device_of)
+    for device in ("auto", "cuda"):
+        with pytest.raises(NotImplementedError):
+            reproduce(name, tmp_path / device, device=device)
+    with pytest.raises(NotImplementedError):
+        reproduce(name, tmp_path / "default")
+    assert seen == ["auto", "cuda", "auto"]
+    assert "device" not in _load(name).get("run", {})

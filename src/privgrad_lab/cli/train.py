@@ -18,7 +18,7 @@ from privgrad_lab.load_spec import load_spec
 from privgrad_lab.paid_runner import largest_total, shared_budget
 from privgrad_lab.prices import price, tunes_norm
 from privgrad_lab.records import Record, in_phase, is_begun
-from privgrad_lab.spec import Spec
+from privgrad_lab.spec import Device, Spec
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[
@@ -102,6 +102,7 @@ def reproduce(
     method: Annotated[
         list[str] | None, typer.Option(help="Run this method only; repeatable. Each choice needs its own --out.")
     ] = None,
+    device: Annotated[Device, typer.Option(help="Where to train; auto takes a GPU if there is one.")] = "auto",
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
@@ -129,6 +130,7 @@ def reproduce(
             methods=method or (),
             smoke=smoke,
             so_far=so_far,
+            device=device,
             progress=not as_json,
             command=command_line(),
         )

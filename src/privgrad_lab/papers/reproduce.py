@@ -20,7 +20,7 @@ from privgrad_lab.papers.toy_regression import Found, toy_regression
 from privgrad_lab.records import Record
 from privgrad_lab.report.metadata import metadata_of
 from privgrad_lab.runner import compare
-from privgrad_lab.spec import DataTable, MethodTable, Spec
+from privgrad_lab.spec import DataTable, Device, MethodTable, Spec
 from privgrad_lab.tuner import judge
 
 _ITEMS = Path(__file__).with_name("items")
@@ -39,13 +39,15 @@ def reproduce(
     methods: Sequence[str] = (),
     smoke: bool = False,
     so_far: bool = False,
+    device: Device = "auto",
     progress: bool = True,
     command: str = "",
 ) -> Found:
     """Run an item "paper/item", or resume it; return its numbers, ours and the paper's, and the same as a table.
 
     It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
-    comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown.
+    comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown. Each
+    training may be on another device: "auto" is a GPU where there is one.
     """
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
@@ -53,11 +55,11 @@ def reproduce(
     if so_far and kind not in ("comparison", "table"):
         raise expected("reproduce", "--so-far", "to be given for a comparison only", f"the item {name}")
     if kind == "table":
-        found, table = _table(raw, out, smoke=smoke, so_far=so_far, progress=progress)
+        found, table = _table(raw, out, smoke=smoke, so_far=so_far, device=device, progress=progress)
     elif kind in _WHOLE:
         found, table = _WHOLE[kind](raw, out, progress=progress)
     else:
-        spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
+        spec = _spec({key: value for key, value in raw.items() if key != "kind"}, name, device)
         if kind in _PROBES:
             with autocast(spec):
                 found, table = _PROBES[kind](spec, probe, out, progress=progress)
@@ -164,6 +166,10 @@ def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
+def _spec(raw: Mapping[str, Any], name: str, device: Device) -> Spec:
+    return check_spec({**raw, "run": raw.get("run", {}) | {"device": device}}, name)
+
+
 def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
     if not so_far:
         return compare(spec, out, progress=progress)
@@ -173,7 +179,7 @@ def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Rec
     return recorded.read_records(out)
 
 
-def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool) -> Found:
+def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, device: Device, progress: bool) -> Found:
     # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none.
     (recorded.require_same if so_far else recorded.claim)(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
@@ -184,7 +190,7 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, prog
         base = prepared(item, smoke=smoke, methods=row["methods"])
         stands_in_for = base.pop("stands_in_for", None)
         base["paper"] = {}
-        spec = check_spec(base, item)
+        spec = _spec(base, item, device)
         records = _records(spec, out / item.replace("/", "-"), so_far=so_far, progress=progress)
         numbers, _ = _beside_paper(spec, records, None)
         cells: list[str] = []
