@@ -52,11 +52,11 @@ ROOMS: dict[str, dict[str, int]] = {
         "training": 2376,  # shards of a model, also saved; what processes have alike; rules for tables, and for norms
     },
     "privgrad_lab": {
-        "(root)": 3880,  # mixed precision; what is only shown; old files are rewritten; differences of seeds; labels
-        "cli": 622,  # `doctor --rewrite`; moves a folder aside; the metric by its name
+        "(root)": 4019,  # trials, mixed precision; what is only shown; old files; differences of seeds; labels
+        "cli": 644,  # `doctor --rewrite`; moves a folder aside; the metric by its name; a paper's item before its start
         "data": 1896,
         "models": 291,
-        "papers": 845,
+        "papers": 892,  # devices, and what an item will take
         "report": 1307,  # the metric asked for first, differences, references, edges, bad R2; SVG, whole percents
     },
 }

@@ -309,15 +309,20 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
     return recorded.arranged(spec, recorded.read_records(out))
 
 
-def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[Record]:
+def compare(
+    spec: Spec, out: Path, *, progress: bool | Progress = True, begin: Callable[[DataSet], None] | None = None
+) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     The records are in the order of the methods; out/runs.jsonl has that of the runs. Each training has its own ledger.
+    `begin` gets the data before the first training.
     """
     data, tuning = open_folder(spec, out), spec.tuning
     if any(record["seed"] is None for record in recorded.read_records(out)):  # a private run, without a research seed
         got = "a run of `privgrad train`"
         raise expected("compare", f"{out}", "to hold runs of a comparison", got, "choose another --out")
+    if begin is not None:
+        begin(data)
     with bars(shown=progress) as bar:
         payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
         carry_out(_Research(spec, payer, bar).runs(), payer, data, bar)

@@ -1,18 +1,23 @@
 """Trainings of a TOML on a device, and in mixed precision."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_data_sparse import write_tweets
+from typer.testing import CliRunner
 
 import privgrad as pg
+from privgrad.cli import app
 from privgrad_lab import build, runner
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.metrics import measure
 from privgrad_lab.papers.reproduce import _WHOLE, _load, items, reproduce
-from privgrad_lab.records import describe
+from privgrad_lab.records import describe, read_records
 from privgrad_lab.spec import Spec
+from privgrad_lab.trial import Estimate, estimate
 
 RAW: dict[str, Any] = {
     "title": "digits",
@@ -93,3 +98,65 @@ def test_every_item_takes_a_device(name: str, tmp_path: Path, monkeypatch: pytes
         reproduce(name, tmp_path / "default")
     assert seen == ["auto", "cuda", "auto"]
     assert "device" not in _load(name).get("run", {})
+
+
+def test_a_trial_foretells_the_trainings_that_are_left_and_changes_none(tmp_path: Path):
+    """Also where methods take points of their own, or have no privacy, and where tuning simulates."""
+    raw = RAW | {
+        "methods": [
+            {"name": "DP-SGD", "optimizer": {"use": "SGD", "lr": [1.0, 2.0]}},
+            {"name": "BAM", "optimizer": {"use": "SGD", "lr": 2.0}, "perturb": {"use": "BAM", "radius": 0.02}},
+            {"name": "SGD", "optimizer": {"use": "SGD", "lr": 2.0}, "non_private": True},
+        ],
+        "tuning": {"seeds": [100, 101], "simulate": 4, "by": "loss"},
+        "run": {"num_evaluations": 1, "seeds": [0, 1]},
+    }
+    spec = check_spec(raw, "test.toml")
+    told: list[Estimate] = []
+    plain = runner.compare(spec, tmp_path / "plain", progress=False)
+
+    def begin(data: Any) -> None:
+        random = torch.get_rng_state()
+        found = estimate(spec, data, read_records(tmp_path / "tried"))
+        assert torch.equal(torch.get_rng_state(), random)
+        told.extend([] if found is None else [found])
+
+    tried = runner.compare(spec, tmp_path / "tried", progress=False, begin=begin)
+    for records in (plain, tried):
+        for record in records:
+            for name in ("seconds", "examples_per_second"):
+                del record[name]
+    assert tried == plain
+    plain_ledgers, ledgers = (len(list(tmp_path.glob(f"{one}/runs/*/ledger.jsonl"))) for one in ("plain", "tried"))
+    assert ledgers == plain_ledgers == 10
+    assert [one.trainings for one in told] == [2 * 2 + 3 * 2]
+    assert 0 < told[0].seconds < 600
+    assert told[0].gigabytes > 0.05
+    assert told[0].text(price_per_hour=3600 / told[0].seconds).count("cost 1.00, for 10 trainings") == 1
+    runner.compare(spec, tmp_path / "tried", progress=False, begin=begin)
+    assert len(told) == 1  # nothing is left
+
+
+def test_the_time_of_more_trainings_is_larger():
+    """Half of the trainings, with the times of one trial."""
+    spec = spec_of(seeds=[0, 1, 2, 3])
+    data = runner.checked_data(spec)
+    few, many = (estimate(spec_of(seeds=seeds), data) for seeds in ([0], list(range(1000))))
+    assert few is not None
+    assert many is not None
+    assert many.seconds > 10 * few.seconds
+
+
+@pytest.mark.parametrize("name", ["adadps/features", "heavy-tail/fig1", "adadps/toy"])
+def test_a_dry_run_of_an_item_writes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_tweets(tmp_path / "cache" / "privgrad" / "tweets", rows=600)
+    command = ["reproduce", name, "--smoke", "--dry-run", "--out", str(tmp_path / "out")]
+    answer = CliRunner().invoke(app, [*command, "--price-per-hour", "2"])
+    assert answer.exit_code == 0, answer.output
+    assert not (tmp_path / "out").exists()
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert ("no trainings" in answer.stdout) == (found == {})
+    assert [line.partition(":")[0] for line in answer.stdout.splitlines()] == (list(found) or [name])
+    if name == "heavy-tail/fig1":
+        assert found[name]["trainings"] == 1

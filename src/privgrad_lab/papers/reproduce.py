@@ -4,12 +4,14 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from privgrad.data import DataSet
 from privgrad.errors import did_you_mean, expected, require_choice
 from privgrad_lab import records as recorded
 from privgrad_lab.build import autocast
@@ -19,10 +21,12 @@ from privgrad_lab.papers import probes
 from privgrad_lab.papers.toy_regression import Found, toy_regression
 from privgrad_lab.records import Record
 from privgrad_lab.report.metadata import metadata_of
-from privgrad_lab.runner import compare
+from privgrad_lab.runner import checked_data, compare
 from privgrad_lab.spec import DataTable, Device, MethodTable, Spec
+from privgrad_lab.trial import Estimate, estimate
 from privgrad_lab.tuner import judge
 
+Announce = Callable[[str, Estimate], None]
 _ITEMS = Path(__file__).with_name("items")
 
 
@@ -41,13 +45,15 @@ def reproduce(
     so_far: bool = False,
     device: Device = "auto",
     progress: bool = True,
+    announce: Announce | None = None,
     command: str = "",
 ) -> Found:
     """Run an item "paper/item", or resume it; return its numbers, ours and the paper's, and the same as a table.
 
     It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
     comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown. Each
-    training may be on another device: "auto" is a GPU where there is one.
+    training may be on another device: "auto" is a GPU where there is one. `announce` gets the name of each item, and
+    what its trainings will take, before they start.
     """
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
@@ -55,16 +61,20 @@ def reproduce(
     if so_far and kind not in ("comparison", "table"):
         raise expected("reproduce", "--so-far", "to be given for a comparison only", f"the item {name}")
     if kind == "table":
-        found, table = _table(raw, out, smoke=smoke, so_far=so_far, device=device, progress=progress)
+        own: Any = {"smoke": smoke, "so_far": so_far, "device": device, "progress": progress, "announce": announce}
+        found, table = _table(raw, out, **own)
     elif kind in _WHOLE:
         found, table = _WHOLE[kind](raw, out, progress=progress)
     else:
         spec = _spec({key: value for key, value in raw.items() if key != "kind"}, name, device)
         if kind in _PROBES:
+            if announce is not None and kind != "runtime" and not recorded.read_records(out):
+                _announced(announce, name, kind, spec, out, checked_data(spec))
             with autocast(spec):
                 found, table = _PROBES[kind](spec, probe, out, progress=progress)
         else:
-            records = _records(spec, out, so_far=so_far, progress=progress)
+            begin = None if announce is None else partial(_announced, announce, name, "", spec, out)
+            records = _records(spec, out, so_far=so_far, progress=progress, begin=begin)
             found, table = _beside_paper(spec, records, stands_in_for)
             if recorded.in_phase(records, "final"):
                 from privgrad_lab.report.page import write_report  # matplotlib is slow to import
@@ -74,6 +84,37 @@ def reproduce(
     with (out / "table.txt").open("w") as file:
         Console(file=file, width=120).print(table)
     return found, table
+
+
+def foretell(
+    name: str,
+    out: Path,
+    announce: Announce,
+    *,
+    data: Path | None = None,
+    methods: Sequence[str] = (),
+    smoke: bool = False,
+    device: Device = "auto",
+) -> None:
+    """Announce what the trainings of an item would take that have no record in `out`, as `reproduce`; write nothing."""
+    raw = prepared(name, data=data, smoke=smoke, methods=methods)
+    items = [(name, raw, out)]
+    if raw.get("kind") == "table":
+        rows = ((row["item"], row["methods"]) for row in raw["rows"])
+        items = [(item, prepared(item, smoke=smoke, methods=own), out / item.replace("/", "-")) for item, own in rows]
+    for item, one, folder in items:
+        kind, *_ = (one.pop(key, "") for key in ("kind", "probe", "stands_in_for"))
+        if kind not in (*_WHOLE, "runtime"):
+            spec = _spec(one, item, device)
+            _announced(announce, item, kind, spec, folder, checked_data(spec))
+
+
+def _announced(announce: Announce, name: str, kind: str, spec: Spec, out: Path, data: DataSet) -> None:
+    if kind in ("moments", "cosines"):  # they measure along one training
+        spec = spec.model_copy(update={"run": spec.run.model_copy(update={"seeds": spec.run.seeds[:1]})})
+    found = estimate(spec, data, () if kind else recorded.read_records(out), tunes=not kind)
+    if found is not None:
+        announce(name, found)
 
 
 # Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
@@ -170,16 +211,27 @@ def _spec(raw: Mapping[str, Any], name: str, device: Device) -> Spec:
     return check_spec({**raw, "run": raw.get("run", {}) | {"device": device}}, name)
 
 
-def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
+def _records(
+    spec: Spec, out: Path, *, so_far: bool, progress: bool, begin: Callable[[DataSet], None] | None
+) -> list[Record]:
     if not so_far:
-        return compare(spec, out, progress=progress)
+        return compare(spec, out, progress=progress, begin=begin)
     recorded.require_same(out, recorded.describe(spec))
     if not (out / "spec.json").exists():
         raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
     return recorded.read_records(out)
 
 
-def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, device: Device, progress: bool) -> Found:
+def _table(
+    raw: Mapping[str, Any],
+    out: Path,
+    *,
+    smoke: bool,
+    so_far: bool,
+    device: Device,
+    progress: bool,
+    announce: Announce | None,
+) -> Found:
     # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none.
     (recorded.require_same if so_far else recorded.claim)(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
@@ -191,7 +243,9 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, devi
         stands_in_for = base.pop("stands_in_for", None)
         base["paper"] = {}
         spec = _spec(base, item, device)
-        records = _records(spec, out / item.replace("/", "-"), so_far=so_far, progress=progress)
+        folder = out / item.replace("/", "-")
+        begin = None if announce is None else partial(_announced, announce, item, "", spec, folder)
+        records = _records(spec, folder, so_far=so_far, progress=progress, begin=begin)
         numbers, _ = _beside_paper(spec, records, None)
         cells: list[str] = []
         found[title] = {"stands_in_for": stands_in_for}
