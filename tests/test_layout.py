@@ -53,10 +53,10 @@ ROOMS: dict[str, dict[str, int]] = {
     },
     "privgrad_lab": {
         "(root)": 4019,  # trials, mixed precision; what is only shown; old files; differences of seeds; labels
-        "cli": 644,  # `doctor --rewrite`; moves a folder aside; the metric by its name; a paper's item before its start
+        "cli": 645,  # `doctor --rewrite`; moves a folder aside; the metric by its name; a paper's item before its start
         "data": 1896,
         "models": 291,
-        "papers": 892,  # devices, and what an item will take
+        "papers": 973,  # devices, what an item will take, and the list of all figures
         "report": 1307,  # the metric asked for first, differences, references, edges, bad R2; SVG, whole percents
     },
 }

@@ -14,7 +14,7 @@ from privgrad.cli import app
 from privgrad_lab import build, runner
 from privgrad_lab.load_spec import check_spec
 from privgrad_lab.metrics import measure
-from privgrad_lab.papers.reproduce import _WHOLE, _load, items, reproduce
+from privgrad_lab.papers.reproduce import _WHOLE, items, keys_of, reproduce
 from privgrad_lab.records import describe, read_records
 from privgrad_lab.spec import Spec
 from privgrad_lab.trial import Estimate, estimate
@@ -81,7 +81,7 @@ def test_a_gpu_that_is_not_here_is_refused_before_the_data_are_loaded(tmp_path: 
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in items() if _load(name).get("kind", "") not in ("table", *_WHOLE)])
+@pytest.mark.parametrize("name", [name for name in items() if keys_of(name).get("kind", "") not in ("table", *_WHOLE)])
 def test_every_item_takes_a_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also where the item's file has none; those of a table are other items."""
     seen: list[str] = []
@@ -97,7 +97,7 @@ def test_every_item_takes_a_device(name: str, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(NotImplementedError):
         reproduce(name, tmp_path / "default")
     assert seen == ["auto", "cuda", "auto"]
-    assert "device" not in _load(name).get("run", {})
+    assert "device" not in keys_of(name).get("run", {})
 
 
 def test_a_trial_foretells_the_trainings_that_are_left_and_changes_none(tmp_path: Path):

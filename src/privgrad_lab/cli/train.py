@@ -115,12 +115,13 @@ def reproduce(
 ) -> None:
     """Reproduce a table or figure of a paper, or resume it."""
     from privgrad_lab.papers import reproduce as papers
+    from privgrad_lab.papers.listing import listing, listing_table
 
     if as_list or item is None:
         if as_json:
-            print_json({"items": papers.items()})
+            print_json({"items": papers.items(), "rows": listing()})
         else:
-            STDOUT.print("\n".join(papers.items()))
+            STDOUT.print(listing_table())
         return
     folder = Path("runs") / item.replace("/", "-") if out is None else out
     if smoke and out is None:

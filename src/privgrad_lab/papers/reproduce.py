@@ -27,6 +27,7 @@ from privgrad_lab.trial import Estimate, estimate
 from privgrad_lab.tuner import judge
 
 Announce = Callable[[str, Estimate], None]
+LISTED = ("shows", "recorded", "hours")  # keys of an item that only the list of all items shows
 _ITEMS = Path(__file__).with_name("items")
 
 
@@ -127,11 +128,15 @@ _PROBES: dict[str, Callable[..., Found]] = {
 }
 
 
-def _load(name: str) -> dict[str, Any]:
+def keys_of(name: str) -> dict[str, Any]:
+    """Return the tables of an item's file, over those of its base."""
     raw = tomllib.loads(_ITEMS.joinpath(f"{name}.toml").read_text())
     base = raw.pop("base", None)
-    # The paper's numbers belong to one item, so they are not inherited.
-    return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
+    if base is None:
+        return raw
+    # What belongs to one item is not inherited.
+    inherited = {key: value for key, value in keys_of(base).items() if key not in LISTED}
+    return _merged(inherited | {"paper": {}}, raw)
 
 
 def prepared(
@@ -143,12 +148,13 @@ def prepared(
     A `smoke` version only shows that the item works; its numbers mean nothing.
     """
     require_choice("reproduce", "item", name, items())
-    raw = _load(name)
+    raw = keys_of(name)
     known = [method["name"] for method in raw.get("methods", [])]
     for method in methods:
         if method and method not in known:
             remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
             raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
+    raw = {key: value for key, value in raw.items() if key not in LISTED}
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
     if data is not None:
