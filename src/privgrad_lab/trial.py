@@ -1,4 +1,4 @@
-"""What the trainings of a spec will take on this machine, foretold from three steps of each kind of method."""
+"""An estimate of what trainings will take on this machine, from three steps of each kind of method."""
 
 import resource
 import sys

@@ -97,7 +97,7 @@ def foretell(
     smoke: bool = False,
     device: Device = "auto",
 ) -> None:
-    """Announce what the trainings of an item would take that have no record in `out`, as `reproduce`; write nothing."""
+    """Announce, as `reproduce`, the cost of an item's trainings that have no record in `out`; write nothing."""
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     items = [(name, raw, out)]
     if raw.get("kind") == "table":
@@ -134,7 +134,7 @@ def keys_of(name: str) -> dict[str, Any]:
     base = raw.pop("base", None)
     if base is None:
         return raw
-    # What belongs to one item is not inherited.
+    # The paper's numbers and the keys of the list belong to one item, so they are not inherited.
     inherited = {key: value for key, value in keys_of(base).items() if key not in LISTED}
     return _merged(inherited | {"paper": {}}, raw)
 
