@@ -178,11 +178,24 @@ def require_model(spec: Spec, data: DataSet) -> None:
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
     """Return a new model for the data on the spec's device, initialized from torch's global random stream."""
-    gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
     model = _model(spec.model, data)
     if data.by_person and ":" not in spec.model.use and _IMAGES & arguments(MODELS[spec.model.use]).keys():
         model = models.EachRow(model)
-    return model.to("cuda" if gpu else "cpu")
+    return model.to(device_of(spec))
+
+
+def device_of(spec: Spec) -> str:
+    """Return "cuda" or "cpu", the device of a spec's trainings."""
+    found = torch.cuda.is_available()
+    if spec.run.device == "cuda" and not found:
+        raise wrong("run.device", "to be a device that torch finds", "'cuda'", "choose auto or cpu")
+    return "cpu" if spec.run.device == "cpu" or not found else "cuda"
+
+
+def autocast(spec: Spec) -> torch.autocast:
+    """Return the context of trainings and evaluations of a spec: mixed precision, if [run] asks for it."""
+    # torch keeps cast weights until the outermost context ends, also if a step has changed the weights since.
+    return torch.autocast(device_of(spec), torch.bfloat16, spec.run.autocast is not None, cache_enabled=False)
 
 
 def _model(given: ModelTable, data: DataSet) -> nn.Module:

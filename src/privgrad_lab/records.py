@@ -63,8 +63,11 @@ def _held(out: Path, description: str) -> str:
 
 
 def _of_trainings(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that decides numbers: not what is only shown, nor in which order."""
-    run = {name: value for name, value in described.get("run", {}).items() if name != "tensorboard"}
+    """Return the part of a description that decides numbers: not what is only shown, nor in which order.
+
+    Nor the device: noise of another generator and other rounding are as another seed, and each record names its own.
+    """
+    run = {name: value for name, value in described.get("run", {}).items() if name not in ("tensorboard", "device")}
     found = {name: value for name, value in described.items() if name not in ("title", "paper")}
     if "total_epsilon" not in described.get("privacy", {}):  # in a private comparison, the order decides the draw
         run["metrics"] = sorted(run.get("metrics", ()))

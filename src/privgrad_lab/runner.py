@@ -127,6 +127,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "delta": plan.delta,
         "sampling": plan.sampling,
         "score": data.score,
+        "device": next(made.model.parameters()).device.type,
         "side_information": made.private_grad.ledger.plan_facts["side_information"],
         "released": None if made.released is None else made.released.summary(),
         "fraction_floored": made.optimizer.fraction_floored() if isinstance(made.optimizer, Debiased) else None,
@@ -185,7 +186,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool
         output_dir=run.folder(payer.out),
         progress=progress,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), build.autocast(spec):
         if made.plan.privacy_unit == "user":  # `build.make_data` has checked that a row holds all data of one person
             warnings.filterwarnings("ignore", "NOT PRIVATE: the plan declares")
         return payer.train(spec, run, data, made, fitted)
@@ -308,15 +309,20 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
     return recorded.arranged(spec, recorded.read_records(out))
 
 
-def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[Record]:
+def compare(
+    spec: Spec, out: Path, *, progress: bool | Progress = True, begin: Callable[[DataSet], None] | None = None
+) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     The records are in the order of the methods; out/runs.jsonl has that of the runs. Each training has its own ledger.
+    `begin` gets the data before the first training.
     """
     data, tuning = open_folder(spec, out), spec.tuning
     if any(record["seed"] is None for record in recorded.read_records(out)):  # a private run, without a research seed
         got = "a run of `privgrad train`"
         raise expected("compare", f"{out}", "to hold runs of a comparison", got, "choose another --out")
+    if begin is not None:
+        begin(data)
     with bars(shown=progress) as bar:
         payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
         carry_out(Research(spec, payer, bar).runs(), payer, data, bar)
@@ -400,6 +406,7 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them."""
+    build.device_of(spec)
     spec.plan(None, tuning=True)  # its refusals and warnings come before the data are loaded
     data = build.make_data(spec)
     for method in spec.methods:

@@ -27,6 +27,7 @@ from privgrad.training.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit, SamplingScheme
 from privgrad_lab.calls import Call, Table, arguments, find, make, wrong
 
+Device = Literal["cpu", "cuda", "auto"]  # "auto" is a GPU where there is one
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 # The functions and classes that the tables of a method may call, by the name of the table.
@@ -214,7 +215,8 @@ class RunTable(Table):
     augmentation_multiplicity: int = Field(default=1, ge=1)  # randomly shifted views of each image
     flip: Flip | Literal["none"] = "none"  # how half of the views are mirrored
     ema_decay: float | None = Field(default=None, ge=0, lt=1)  # of an average, evaluated in place of the weights
-    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    device: Device = "cpu"
+    autocast: Literal["bfloat16"] | None = None  # of forward and backward passes; sums and noise keep their precision
     engine: Literal["factored", "vmap"] = "factored"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)

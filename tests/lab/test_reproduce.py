@@ -23,7 +23,8 @@ from privgrad_lab import runner
 from privgrad_lab.build import encoder_folder, make_data
 from privgrad_lab.calls import Call
 from privgrad_lab.load_spec import check_spec
-from privgrad_lab.papers.reproduce import _beside_paper, _load, items, prepared, reproduce
+from privgrad_lab.papers.listing import listing
+from privgrad_lab.papers.reproduce import _beside_paper, items, keys_of, prepared, reproduce
 from privgrad_lab.records import candidate_of, claim, in_phase, own_text, read_records
 from privgrad_lab.report import figures
 from privgrad_lab.runner import Run
@@ -47,7 +48,7 @@ NEEDS: dict[str, Callable[[], Any]] = {
 }
 
 
-TABLES = [name for name in items() if _load(name).get("kind") == "table"]
+TABLES = [name for name in items() if keys_of(name).get("kind") == "table"]
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_a_table_takes_the_papers_data_by_their_names(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_names_methods_that_there_are(name: str):
-    raw = _load(name)
+    raw = keys_of(name)
     for row in raw["rows"]:
         assert len(row["methods"]) == len(row["paper"]) == len(raw["columns"])
         base = prepared(row["item"], data=Path("somewhere"))  # each row has data of the paper's own
@@ -163,10 +164,10 @@ def test_every_table_names_methods_that_there_are(name: str):
         check_spec({key: value for key, value in small.items() if key != "stands_in_for"}, row["item"])
 
 
-@pytest.mark.parametrize("name", [name for name in items() if "kind" not in _load(name)])
+@pytest.mark.parametrize("name", [name for name in items() if "kind" not in keys_of(name)])
 def test_every_item_is_a_sound_description(name: str):
     """Also on the paper's own data, which is not here."""
-    for data in (None, Path("somewhere")) if _load(name).get("given") else (None,):
+    for data in (None, Path("somewhere")) if keys_of(name).get("given") else (None,):
         raw = prepared(name, data=data, smoke=False)
         check_spec({k: v for k, v in raw.items() if k not in ("kind", "probe", "stands_in_for")}, name)
 
@@ -174,13 +175,46 @@ def test_every_item_is_a_sound_description(name: str):
 def test_an_unknown_item_is_refused_with_the_list(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="dp-adam/table1"):
         reproduce("dp-adam/table9", tmp_path)
-    assert RUNNER.invoke(app, ["reproduce"]).stdout.split() == items()
+    assert set(items()) <= set(RUNNER.invoke(app, ["reproduce"]).stdout.split())
 
 
 def test_the_items_are_listed_on_request():
-    assert RUNNER.invoke(app, ["reproduce", "--list"]).stdout.split() == items()
-    assert json.loads(RUNNER.invoke(app, ["reproduce", "--list", "--json"]).stdout) == {"items": items()}
-    assert RUNNER.invoke(app, ["reproduce", "heavy-tail/fig2", "--list"]).stdout.split() == items()
+    shown = RUNNER.invoke(app, ["reproduce", "--list"], env={"COLUMNS": "100"}).stdout
+    assert set(items()) <= set(shown.split())
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "…" not in shown
+    assert RUNNER.invoke(app, ["reproduce", "heavy-tail/fig2", "--list"], env={"COLUMNS": "100"}).stdout == shown
+    listed = json.loads(RUNNER.invoke(app, ["reproduce", "--list", "--json"]).stdout)
+    assert listed == {"items": items(), "rows": listing()}
+
+
+def test_the_list_names_every_table_and_figure():
+    """10 tables and 6 figures of AdaDPS, and so on; with a reason, or an item."""
+    rows = listing()
+    for paper, tables, drawn in (("adadps", 10, 6), ("bam", 2, 7), ("dp-adam", 1, 3), ("heavy-tail", 0, 11)):
+        own = [row for row in rows if row["paper"] == paper]
+        shown = {one for row in own for one in row["shows"]}
+        assert shown == {f"table {k + 1}" for k in range(tables)} | {f"figure {k + 1}" for k in range(drawn)}
+    missing = [row for row in rows if not row["item"]]
+    assert not any("no reason" in row["state"] for row in missing)
+
+
+def test_the_lists_states_and_hours_are_those_of_the_records():
+    results = Path(__file__).parents[2] / "results"
+    if not results.is_dir():
+        pytest.skip("an installed package has no records")
+    for row in listing():
+        folder = results / row["item"].replace("/", "-")
+        whole = row["item"] and (folder / "runs.jsonl").exists() and "SMOKE" not in (folder / "spec.json").read_text()
+        assert row["state"].startswith("recorded") == bool(whole), row
+        if row["hours"] is not None:
+            assert row["hours"] == pytest.approx(sum(r["seconds"] for r in read_records(folder)) / 3600, rel=0.05)
+
+
+def test_what_the_list_shows_of_an_item_is_its_own_alone():
+    assert keys_of("bam/fig4")["shows"] == ["figure 4"]
+    assert "hours" not in keys_of("dp-adam/fig2")
+    assert not {"shows", "recorded", "hours"} & prepared("heavy-tail/fig2").keys()
 
 
 def test_noise_moments_beside_the_paper(tmp_path: Path):
@@ -322,9 +356,9 @@ def test_what_cannot_be_shown_or_combined_is_refused(tmp_path: Path):
 
 
 def test_papers_numbers_are_those_of_one_item():
-    assert _load("heavy-tail/fig2")["paper"]
+    assert keys_of("heavy-tail/fig2")["paper"]
     for name in ("heavy-tail/fig8-9", "heavy-tail/fig10-11", "heavy-tail/fig2-floors", "dp-adam/fig3"):
-        assert _load(name)["paper"] == {}
+        assert keys_of(name)["paper"] == {}
 
 
 def test_a_folder_goes_on_after_the_papers_numbers_have_changed(tmp_path: Path):
@@ -344,7 +378,7 @@ def test_a_grid_that_diverged_whole_grows_downwards():
     assert beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
 
 
-@pytest.mark.parametrize("name", [name for name in items() if "kind" not in _load(name)])
+@pytest.mark.parametrize("name", [name for name in items() if "kind" not in keys_of(name)])
 @pytest.mark.parametrize("smoke", [False, True])
 @pytest.mark.filterwarnings("ignore:delta = 6.974e-05")  # the paper's 1 / n, rounded up
 def test_every_item_has_plans(name: str, smoke: bool):

@@ -29,6 +29,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.training import fit
 from privgrad_lab import runner
+from privgrad_lab.build import autocast
 from privgrad_lab.featuring import own
 from privgrad_lab.load_spec import load_spec
 from privgrad_lab.spec import MethodTable, Spec
@@ -132,7 +133,8 @@ def trainings_of(
         ledger = None if out is None else out / f"ledger-{quote(method.name, safe=' ')}.jsonl"
 
         def train(private_grad: PrivateGradient, rows: Any) -> None:
-            fit(private_grad, made.optimizer, rows, **options)
+            with autocast(spec):
+                fit(private_grad, made.optimizer, rows, **options)
 
         found = auditing.canaries(made.private_grad, train, own_data.train, canaries, confidence=each, ledger=ledger)
         return replace(found, name=f"{method.name}, one training")

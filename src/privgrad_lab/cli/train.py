@@ -18,7 +18,8 @@ from privgrad_lab.load_spec import load_spec
 from privgrad_lab.paid_runner import largest_total, shared_budget
 from privgrad_lab.prices import price, tunes_norm
 from privgrad_lab.records import Record, in_phase, is_begun
-from privgrad_lab.spec import Spec
+from privgrad_lab.spec import Device, Spec
+from privgrad_lab.trial import Estimate
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[
@@ -102,23 +103,45 @@ def reproduce(
     method: Annotated[
         list[str] | None, typer.Option(help="Run this method only; repeatable. Each choice needs its own --out.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run nothing but a trial; show the hours, memory and cost.")
+    ] = False,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of this machine, to show the cost in money before the start.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to train; auto takes a GPU if there is one.")] = "auto",
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a table or figure of a paper, or resume it."""
     from privgrad_lab.papers import reproduce as papers
+    from privgrad_lab.papers.listing import listing, listing_table
 
     if as_list or item is None:
         if as_json:
-            print_json({"items": papers.items()})
+            print_json({"items": papers.items(), "rows": listing()})
         else:
-            STDOUT.print("\n".join(papers.items()))
+            STDOUT.print(listing_table())
         return
     folder = Path("runs") / item.replace("/", "-") if out is None else out
     if smoke and out is None:
         folder = folder.with_name(f"{folder.name}-smoke")
     if restart and so_far:
         raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", "--so-far and --restart")
+
+    def announce(name: str, found: Estimate) -> None:
+        STDERR.print(f"{name}: {found.text(price_per_hour)}", highlight=False, soft_wrap=True)
+
+    if dry_run:
+        foretold: dict[str, Estimate] = {}
+        show = foretold.__setitem__
+        papers.foretell(item, folder, show, data=data, methods=method or (), smoke=smoke, device=device)
+        if as_json:
+            print_json({name: found._asdict() for name, found in foretold.items()})
+            return
+        lines = [f"{name}: {found.text(price_per_hour)}" for name, found in foretold.items()]
+        STDOUT.print("\n".join(lines or [f"{item}: no trainings are left, or none is foretold."]), soft_wrap=True)
+        return
     if restart:
         move_aside(folder)
     with stoppable(lambda: resuming(folder)):
@@ -129,7 +152,9 @@ def reproduce(
             methods=method or (),
             smoke=smoke,
             so_far=so_far,
+            device=device,
             progress=not as_json,
+            announce=None if as_json or smoke else announce,
             command=command_line(),
         )
     if as_json:

@@ -4,14 +4,17 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from privgrad.data import DataSet
 from privgrad.errors import did_you_mean, expected, require_choice
 from privgrad_lab import records as recorded
+from privgrad_lab.build import autocast
 from privgrad_lab.data import LOADERS
 from privgrad_lab.data.fetching import source_of
 from privgrad_lab.load_spec import check_spec
@@ -19,10 +22,13 @@ from privgrad_lab.papers import probes
 from privgrad_lab.papers.toy_regression import Found, toy_regression
 from privgrad_lab.records import Record
 from privgrad_lab.report.metadata import metadata_of
-from privgrad_lab.runner import compare
-from privgrad_lab.spec import DataTable, MethodTable, Spec
+from privgrad_lab.runner import checked_data, compare
+from privgrad_lab.spec import DataTable, Device, MethodTable, Spec
+from privgrad_lab.trial import Estimate, estimate
 from privgrad_lab.tuner import judge
 
+Announce = Callable[[str, Estimate], None]
+LISTED = ("shows", "recorded", "hours")  # keys of an item that only the list of all items shows
 _ITEMS = Path(__file__).with_name("items")
 
 
@@ -39,13 +45,17 @@ def reproduce(
     methods: Sequence[str] = (),
     smoke: bool = False,
     so_far: bool = False,
+    device: Device = "auto",
     progress: bool = True,
+    announce: Announce | None = None,
     command: str = "",
 ) -> Found:
     """Run an item "paper/item", or resume it; return its numbers, ours and the paper's, and the same as a table.
 
     It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
-    comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown.
+    comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown. Each
+    training may be on another device: "auto" is a GPU where there is one. `announce` gets the name of each item, and
+    what its trainings will take, before they start.
     """
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
@@ -53,15 +63,20 @@ def reproduce(
     if so_far and kind not in ("comparison", "table"):
         raise expected("reproduce", "--so-far", "to be given for a comparison only", f"the item {name}")
     if kind == "table":
-        found, table = _table(raw, out, smoke=smoke, so_far=so_far, progress=progress)
+        own: Any = {"smoke": smoke, "so_far": so_far, "device": device, "progress": progress, "announce": announce}
+        found, table = _table(raw, out, **own)
     elif kind in _WHOLE:
         found, table = _WHOLE[kind](raw, out, progress=progress)
     else:
-        spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
+        spec = _spec({key: value for key, value in raw.items() if key != "kind"}, name, device)
         if kind in _PROBES:
-            found, table = _PROBES[kind](spec, probe, out, progress=progress)
+            if announce is not None and kind != "runtime" and not recorded.read_records(out):
+                _announced(announce, name, kind, spec, out, checked_data(spec))
+            with autocast(spec):
+                found, table = _PROBES[kind](spec, probe, out, progress=progress)
         else:
-            records = _records(spec, out, so_far=so_far, progress=progress)
+            begin = None if announce is None else partial(_announced, announce, name, "", spec, out)
+            records = _records(spec, out, so_far=so_far, progress=progress, begin=begin)
             found, table = _beside_paper(spec, records, stands_in_for)
             if recorded.in_phase(records, "final"):
                 from privgrad_lab.report.page import write_report  # matplotlib is slow to import
@@ -71,6 +86,41 @@ def reproduce(
     with (out / "table.txt").open("w") as file:
         Console(file=file, width=120).print(table)
     return found, table
+
+
+def foretell(
+    name: str,
+    out: Path,
+    announce: Announce,
+    *,
+    data: Path | None = None,
+    methods: Sequence[str] = (),
+    smoke: bool = False,
+    device: Device = "auto",
+) -> None:
+    """Announce, as `reproduce`, the cost of an item's trainings that have no record in `out`; write nothing."""
+    raw = prepared(name, data=data, smoke=smoke, methods=methods)
+    items = [(name, raw, out)]
+    if raw.get("kind") == "table":
+        rows = {row["item"]: row["methods"] for row in raw["rows"]}
+        own = {
+            item: prepared(item, data=_own_data(item, raw.get("given")), smoke=smoke, methods=rows[item])
+            for item in rows
+        }
+        items = [(item, own[item], out / item.replace("/", "-")) for item in rows]
+    for item, one, folder in items:
+        kind, *_ = (one.pop(key, "") for key in ("kind", "probe", "stands_in_for"))
+        if kind not in (*_WHOLE, "runtime"):
+            spec = _spec(one, item, device)
+            _announced(announce, item, kind, spec, folder, checked_data(spec))
+
+
+def _announced(announce: Announce, name: str, kind: str, spec: Spec, out: Path, data: DataSet) -> None:
+    if kind in ("moments", "cosines"):  # they measure along one training
+        spec = spec.model_copy(update={"run": spec.run.model_copy(update={"seeds": spec.run.seeds[:1]})})
+    found = estimate(spec, data, () if kind else recorded.read_records(out), tunes=not kind)
+    if found is not None:
+        announce(name, found)
 
 
 # Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
@@ -83,11 +133,15 @@ _PROBES: dict[str, Callable[..., Found]] = {
 }
 
 
-def _load(name: str) -> dict[str, Any]:
+def keys_of(name: str) -> dict[str, Any]:
+    """Return the tables of an item's file, over those of its base."""
     raw = tomllib.loads(_ITEMS.joinpath(f"{name}.toml").read_text())
     base = raw.pop("base", None)
-    # The paper's numbers belong to one item, so they are not inherited.
-    return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
+    if base is None:
+        return raw
+    # The paper's numbers and the keys of the list belong to one item, so they are not inherited.
+    inherited = {key: value for key, value in keys_of(base).items() if key not in LISTED}
+    return _merged(inherited | {"paper": {}}, raw)
 
 
 def prepared(
@@ -99,12 +153,13 @@ def prepared(
     A `smoke` version only shows that the item works; its numbers mean nothing.
     """
     require_choice("reproduce", "item", name, items())
-    raw = _load(name)
+    raw = keys_of(name)
     known = [method["name"] for method in raw.get("methods", [])]
     for method in methods:
         if method and method not in known:
             remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
             raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
+    raw = {key: value for key, value in raw.items() if key not in LISTED}
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
     is_table = raw.get("kind") == "table"
@@ -170,16 +225,31 @@ def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
+def _spec(raw: Mapping[str, Any], name: str, device: Device) -> Spec:
+    return check_spec({**raw, "run": raw.get("run", {}) | {"device": device}}, name)
+
+
+def _records(
+    spec: Spec, out: Path, *, so_far: bool, progress: bool, begin: Callable[[DataSet], None] | None
+) -> list[Record]:
     if not so_far:
-        return compare(spec, out, progress=progress)
+        return compare(spec, out, progress=progress, begin=begin)
     recorded.require_same(out, recorded.describe(spec))
     if not (out / "spec.json").exists():
         raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
     return recorded.read_records(out)
 
 
-def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool) -> Found:
+def _table(
+    raw: Mapping[str, Any],
+    out: Path,
+    *,
+    smoke: bool,
+    so_far: bool,
+    device: Device,
+    progress: bool,
+    announce: Announce | None,
+) -> Found:
     # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none. It
     # takes the paper's own data from the folder of their name in `given`, and has the stand-in if there is none.
     (recorded.require_same if so_far else recorded.claim)(out, json.dumps(raw, indent=1))
@@ -199,8 +269,10 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, prog
         base = prepared(item, data=data, smoke=smoke, methods=row["methods"])
         stands_in_for = base.pop("stands_in_for", None)
         base["paper"] = {}
-        spec = check_spec(base, item)
-        records = _records(spec, out / item.replace("/", "-"), so_far=so_far, progress=progress)
+        spec = _spec(base, item, device)
+        folder = out / item.replace("/", "-")
+        begin = None if announce is None else partial(_announced, announce, item, "", spec, folder)
+        records = _records(spec, folder, so_far=so_far, progress=progress, begin=begin)
         numbers, _ = _beside_paper(spec, records, None)
         cells: list[str] = []
         found[title] = {"stands_in_for": stands_in_for}
@@ -218,7 +290,7 @@ def _table(raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, prog
 
 def _own_data(item: str, given: str | None) -> Path | None:
     """Return the folder of an item's own data within that of --data; None unless each of its sources has one."""
-    table = _load(item).get("given", {}).get("data", {})
+    table = keys_of(item).get("given", {}).get("data", {})
     sources = [source_of(name) for name in (table.get("use", ""), *table)]
     places = [Path(given or "") / source.name for source in sources if source is not None]
     return places[0] if given and places and all(place.is_dir() for place in places) else None
