@@ -99,11 +99,6 @@ def prepared(
     """
     require_choice("reproduce", "item", name, items())
     raw = _load(name)
-    known = [method["name"] for method in raw.get("methods", [])]
-    for method in methods:
-        if method and method not in known:
-            remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
-            raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
     if data is not None:
@@ -113,9 +108,14 @@ def prepared(
             raise expected("reproduce", "--data", "to be absent for --smoke", data)
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
         # The stand-in may have options that the paper's own data lack.
-        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
-        raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
+        options = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
+        raw["data"] = {key: value for key, value in raw["data"].items() if key in options}
         raw.pop("stands_in_for", None)
+    known = [method["name"] for method in raw.get("methods", [])]
+    for method in methods:
+        if method and method not in known:
+            remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
+            raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
     if smoke:
         raw = _merged(raw, tiny)
         raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
@@ -149,11 +149,11 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with `changes`: nested tables are merged, other values are replaced; false takes a table away."""
+    """Return `raw` with `changes`: tables are merged, other values replaced; false takes all but a truth value away."""
     merged = dict(raw)
     for key, value in changes.items():
-        before = merged.get(key, {})
-        if value is False and isinstance(before, dict):
+        before: Any = merged.get(key, {})
+        if value is False and not isinstance(before, bool):
             merged.pop(key, None)
         elif not isinstance(value, dict) or (key == "model" and "use" in value):  # its options are other ones
             merged[key] = value
