@@ -260,8 +260,8 @@ def _next_words(
 ) -> DataSet:
     """Return a DataSet of sequences of ids, with the next ids as labels; a word that is not in `words` is <unk>."""
     ids = {word: index for index, word in enumerate(dict.fromkeys((_UNKNOWN, *words)))}
-    parts = (_sequences(function, [ids.get(word, 0) for word in stream], length) for stream in (train, test))
-    return split(name, *parts, validation, num_classes=len(ids), frequency_edges=TOKEN_EDGES, vocabulary=len(ids))
+    first, last = (_sequences(function, [ids.get(word, 0) for word in stream], length) for stream in (train, test))
+    return split(name, first, last, validation, num_classes=len(ids), frequency_edges=TOKEN_EDGES, vocabulary=len(ids))
 
 
 def _sequences(function: str, stream: Sequence[int], length: int) -> tuple[Tensor, Tensor]:

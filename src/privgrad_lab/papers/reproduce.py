@@ -152,13 +152,12 @@ def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """Return `raw` with `changes`: tables are merged, other values replaced; false takes all but a truth value away."""
     merged = dict(raw)
     for key, value in changes.items():
-        before: Any = merged.get(key, {})
-        if value is False and not isinstance(before, bool):
+        if value is False and not isinstance(merged.get(key), bool):
             merged.pop(key, None)
         elif not isinstance(value, dict) or (key == "model" and "use" in value):  # its options are other ones
             merged[key] = value
         else:
-            merged[key] = _merged(before, value)
+            merged[key] = _merged(merged.get(key, {}), value)
     return merged
 
 
