@@ -117,7 +117,7 @@ def e2e(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive =
         file = folder / name
         what, remedy = "to be a CSV file with the columns mr and ref", "fetch it again"
         with readable("e2e", f"{file}", what, remedy), file.open(encoding="utf-8", newline="") as lines:
-            rows = [(row["mr"], " ||", f" {row['ref']}") for row in csv.DictReader(lines, strict=True)]
+            rows = [(row["mr"], " ||", " " + row["ref"]) for row in csv.DictReader(lines, strict=True)]
         return encode.labeled(rows)
 
     sizes = {"num_classes": encode.vocabulary, "vocabulary": encode.vocabulary}
