@@ -42,6 +42,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "head": lambda *, in_features, num_classes, input_dims: models.UnitLinear(
         in_features, num_classes, input_dims=input_dims
     ),
+    "head-language-model": models.HeadLanguageModel,
     "language-model": models.LanguageModel,
     "linear": models.linear,
     "lora-language-model": models.LoraLanguageModel,
@@ -49,6 +50,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "pair-classifier": models.PairClassifier,
     "resnet9": models.resnet9,
     "sparse-linear": lambda *, vocabulary, num_classes: models.SparseLinear(vocabulary, num_classes),
+    "wide-resnet": models.wide_resnet,
     "word-lstm": models.WordLSTM,
 }
 # The arguments by which a model tells what its inputs are: images, vectors or words. Other ones take any inputs.
@@ -321,7 +323,7 @@ def load(given: DataTable, encoder: str | None) -> DataSet:
         own["path"] = given.home / Path(given.source).expanduser()
         if "test" in options:
             options["test"] = given.home / Path(options["test"]).expanduser()
-    elif "tokenizer" in arguments(loader):
+    elif "tokenizer" in (known := arguments(loader)) and (encoder or known["tokenizer"].default is not None):
         own["tokenizer"] = encoder_folder(encoder)
     if "validation" in given.model_fields_set:
         own["validation"] = given.validation

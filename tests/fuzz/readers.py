@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from test_data_images import pack, write_cifar, write_fashion
+from test_data_images import pack, write_cifar, write_cifar100, write_fashion, write_imagenet32
 from test_data_sparse import write_imdb, write_tweets
 from test_data_text import write_brown, write_lists, write_snli
 from torch import nn
@@ -313,6 +313,8 @@ READERS: dict[str, Sequence[Reader]] = {
     "data": [
         Reader(partial(write_fashion, count=6), lambda f: data.fashion_mnist(f, validation=2), _unzipped, _zipped),
         Reader(partial(write_cifar, count=2), data.cifar10),
+        Reader(write_cifar100, data.cifar100),
+        Reader(partial(write_imagenet32, count=1), data.imagenet32),
         Reader(_write_hostile_cifar, data.cifar10, refused=True),
         Reader(_write_cifar_archive, data.cifar10, _unzipped, _zipped),
         Reader(_write_brown, lambda f: data.brown(f, length=5), pattern="ca*"),

@@ -178,7 +178,7 @@ def test_barcodes_that_cannot_be_made_are_refused(tmp_path: Path):
         data.barcode(tmp_path / "nothing")
 
 
-def python2_pickle(rows: np.ndarray, labels: list[int]) -> bytes:
+def python2_pickle(rows: np.ndarray, labels: list[int], key: bytes = b"labels") -> bytes:
     """A batch as the published files have it: Python 2's protocol 2, whose strings are of bytes."""
     text = lambda word: b"U" + bytes([len(word)]) + word  # noqa: E731
     integer = lambda number: b"J" + struct.pack("<i", number)  # noqa: E731
@@ -189,7 +189,7 @@ def python2_pickle(rows: np.ndarray, labels: list[int]) -> bytes:
     shape = integer(rows.shape[0]) + integer(rows.shape[1]) + b"\x86"
     raw = b"T" + struct.pack("<i", rows.size) + rows.tobytes()
     array += b"(K\x01" + shape + dtype + b"\x89" + raw + b"tb"
-    return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + b"](" + b"".join(map(integer, labels)) + b"eu."
+    return b"\x80\x02}(" + text(b"data") + array + text(key) + b"](" + b"".join(map(integer, labels)) + b"eu."
 
 
 def write_cifar(folder: Path, count: int = 4) -> np.ndarray:
@@ -221,6 +221,82 @@ def test_cifar10_from_its_folder_or_archive(tmp_path: Path):
         pixels = torch.from_numpy(raw).view(4, 3, 32, 32) / 255
         torch.testing.assert_close(inputs[:, 2] * 0.225 + 0.406, pixels[:, 2])
         torch.testing.assert_close(inputs[:, 0] * 0.229 + 0.485, pixels[:, 0])
+
+
+def write_cifar100(folder: Path) -> np.ndarray:
+    """The python version with 6 training and 4 test images; returns the test images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3072), dtype=np.uint8)
+    (folder / "train").write_bytes(python2_pickle(pixels, [99, 1, 2, 3, 4, 5], b"fine_labels"))
+    (folder / "test").write_bytes(python2_pickle(pixels[:4], [9, 8, 7, 0], b"fine_labels"))
+    return pixels[:4]
+
+
+def test_cifar100_has_its_fine_classes(tmp_path: Path):
+    raw = write_cifar100(tmp_path / "cifar-100-python")
+    pack(tmp_path / "cifar-100-python", tmp_path / "cifar-100-python.tar.gz")
+    for path in (tmp_path, tmp_path / "cifar-100-python", tmp_path / "cifar-100-python.tar.gz"):
+        loaded = data.cifar100(path, validation=2)
+        assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [4, 2, 4]
+        assert (loaded.num_classes, loaded.input_shape) == (100, (3, 32, 32))
+        inputs, labels = loaded.test.tensors
+        assert labels.tolist() == [9, 8, 7, 0]
+        pixels = torch.from_numpy(raw).view(4, 3, 32, 32) / 255
+        torch.testing.assert_close(inputs[:, 1] * 0.224 + 0.456, pixels[:, 1])
+    (tmp_path / "cifar-100-python" / "test").write_bytes(python2_pickle(raw, [9, 8, 7, 100], b"fine_labels"))
+    with pytest.raises(pg.PrivacyError, match=r"cifar100: .*labels from 0|labels from 7 to 100, not from 0 to 99"):
+        data.cifar100(tmp_path / "cifar-100-python")
+    mark = tmp_path / "ran"
+    hostile = pickle.dumps({b"data": Payload(mark), b"fine_labels": []})
+    (tmp_path / "cifar-100-python" / "test").write_bytes(hostile)
+    with pytest.raises(pg.PrivacyError, match=r"cifar100: .*which is no array"):
+        data.cifar100(tmp_path / "cifar-100-python")
+    assert not mark.exists()
+    with pytest.raises(pg.PrivacyError, match=r"cifar100: .*to hold cifar-100-python or cifar-100-python\.tar\.gz"):
+        data.cifar100(tmp_path / "nothing")
+
+
+def write_imagenet32(folder: Path, count: int = 3) -> np.ndarray:
+    """The npz version with `count` images a file, of classes from 1 on; returns the test images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = np.zeros((0, 3072), dtype=np.uint8)
+    for name in (*(f"train_data_batch_{number}" for number in range(1, 11)), "val_data"):
+        pixels = np.random.default_rng(len(name)).integers(0, 256, (count, 3072), dtype=np.uint8)
+        labels = np.array([1, 1000, 7][:count])
+        np.savez(folder / f"{name}.npz", data=pixels, labels=labels, mean=np.zeros(3072))
+    return pixels
+
+
+def test_imagenet32_from_its_npz_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for path in (None, tmp_path):
+        with pytest.raises(pg.PrivacyError, match=r"train_data_batch_1\.npz.*log in at https://image-net\.org"):
+            data.imagenet32(path)
+    raw = write_imagenet32(tmp_path / "npz")
+    loaded = data.imagenet32(tmp_path / "npz", validation=4)
+    assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [26, 4, 3]
+    assert (loaded.num_classes, loaded.input_shape) == (1000, (3, 32, 32))
+    inputs, labels = loaded.test.tensors
+    assert labels.tolist() == [0, 999, 6]
+    pixels = torch.from_numpy(raw).view(3, 3, 32, 32) / 255
+    torch.testing.assert_close(inputs[:, 0] * 0.229 + 0.485, pixels[:, 0])
+    last, mark = tmp_path / "npz" / "val_data.npz", tmp_path / "ran"
+    hostile = np.array([Payload(mark)], dtype=object)
+    cases = {
+        "labels from 1 to 1000": {"data": raw, "labels": np.array([2, 3, 1001])},
+        r"labels of shape \(2,\) for 3": {"data": raw, "labels": np.array([2, 3])},
+        "an array of int64": {"data": raw.astype(np.int64), "labels": np.array([1, 2, 3])},
+        "KeyError": {"labels": np.array([1, 2, 3])},
+        "ValueError.*Object arrays": {"data": hostile, "labels": np.array([1])},
+    }
+    for message, content in cases.items():
+        np.savez(last, allow_pickle=True, **content)
+        with pytest.raises(pg.PrivacyError, match=f"imagenet32: .*{message}"):
+            data.imagenet32(tmp_path / "npz")
+    assert not mark.exists()
+    last.write_bytes(b"hello")
+    with pytest.raises(pg.PrivacyError, match=r"val_data\.npz to be an npz file"):
+        data.imagenet32(tmp_path / "npz")
 
 
 def test_cifar10_from_its_public_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

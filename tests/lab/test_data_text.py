@@ -132,6 +132,58 @@ def test_tiny_ptb_trains_on_the_validation_part(empty_cache: Path):
     assert len(loaded.test) == 1
 
 
+def test_tiny_ptb_in_the_tokens_of_a_model(tmp_path: Path, tokenizer: Path):
+    folder = tmp_path / "ptb"
+    folder.mkdir()
+    (folder / "ptb.train.txt").write_text("")
+    (folder / "ptb.valid.txt").write_text(" cat a \n cat \n")
+    (folder / "ptb.test.txt").write_text(" a cat sat \n")
+    with_end = tmp_path / "with-end"
+    save_letter_tokenizer(with_end)
+    config = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]"}
+    (with_end / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = data.ptb(folder, tokenizer=with_end, length=5)
+    letter, inner = (lambda c: 9 + ord(c) - ord("a")), (lambda c: 45 + ord(c) - ord("a"))
+    cat = [letter("c"), inner("a"), inner("t")]
+    assert loaded.train.tensors[0].tolist() == [[*cat, letter("a"), letter("c")]]
+    assert loaded.train.tensors[1].tolist() == [[inner("a"), inner("t"), letter("a"), letter("c"), inner("a")]]
+    assert loaded.num_classes == loaded.vocabulary == 81
+    edges = loaded.frequency_edges or ()
+    assert sum(5 <= edge < 5000 for edge in edges) == 30
+    assert [edge for edge in edges if edge > 5000] == [400_000, 20_000]
+
+
+def write_e2e(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("trainset", 6), ("devset", 3)):
+        rows = [f'"name[a {k}], food[b]","a, ""{k}"" is"' for k in range(count)]
+        (folder / f"{part}.csv").write_text("\n".join(["mr,ref", *rows]) + "\n")
+
+
+def test_e2e_is_a_description_after_its_attributes(tmp_path: Path, empty_cache: Path):
+    pytest.importorskip("transformers")
+    save_letter_tokenizer(tmp_path / "tokenizer")
+    config = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]"}
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(pg.PrivacyError, match=r"e2e: .*trainset\.csv.*privgrad data fetch e2e"):
+        data.e2e(tokenizer=tmp_path / "tokenizer")
+    write_e2e(empty_cache / "e2e")
+    loaded = data.e2e(tokenizer=tmp_path / "tokenizer", length=32, validation=2)
+    assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [4, 2, 3]
+    ids, labels = (tensor[2].tolist() for tensor in loaded.train.tensors)
+    answer = [label for label in labels if label != NO_LABEL]
+    letter = lambda c: 9 + ord(c) - ord("a")  # noqa: E731
+    assert answer[0] == letter("a")
+    assert answer[-1] == 3  # the end
+    start = labels.index(answer[0])
+    assert ids[start + 1 : start + len(answer)] == answer[:-1]
+    assert ids[start - 1] == ids[start] == 0  # || is unknown to this tokenizer
+    for content in ("mr,text\na,b\n", 'mr,ref\n"a', "mr,ref\na\n"):
+        (empty_cache / "e2e" / "devset.csv").write_text(content)
+        with pytest.raises(pg.PrivacyError, match=r"e2e: .*devset\.csv to be a CSV file with the columns mr and ref"):
+            data.e2e(tokenizer=tmp_path / "tokenizer", length=32)
+
+
 def test_basic_english_is_torchtexts():
     for text, words in {
         "You can now install TorchText using pip!": "you can now install torchtext using pip !",

@@ -23,6 +23,7 @@ from privgrad_lab import runner
 from privgrad_lab.build import encoder_folder, make_data
 from privgrad_lab.calls import Call
 from privgrad_lab.load_spec import check_spec
+from privgrad_lab.papers import reproduce as reproducing
 from privgrad_lab.papers.listing import listing
 from privgrad_lab.papers.reproduce import _beside_paper, items, keys_of, prepared, reproduce
 from privgrad_lab.records import candidate_of, claim, in_phase, own_text, read_records
@@ -42,8 +43,11 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "adadps/stackoverflow-eps1": lambda: LOADERS["debian-tags"](limit=300),
     "dp-adam/fig1-text": lambda: encoder_folder("sentence-transformers/all-MiniLM-L6-v2"),
     "heavy-tail/e2e": lambda: encoder_folder(SMOLLM2),
+    "heavy-tail/e2e-sigma10": lambda: encoder_folder(SMOLLM2),
     "heavy-tail/barcode": lambda: LOADERS["fashion-mnist"](),
     "heavy-tail/lm": lambda: LOADERS["brown"](),
+    "heavy-tail/lm-gpt2": lambda: LOADERS["brown"](),
+    "heavy-tail/lm-gpt2-sigma10": lambda: LOADERS["brown"](),
     "heavy-tail/sections": lambda: LOADERS["debian-sections"](limit=300),
 }
 
@@ -380,7 +384,7 @@ def test_a_grid_that_diverged_whole_grows_downwards():
 
 @pytest.mark.parametrize("name", [name for name in items() if "kind" not in keys_of(name)])
 @pytest.mark.parametrize("smoke", [False, True])
-@pytest.mark.filterwarnings("ignore:delta = 6.974e-05")  # the paper's 1 / n, rounded up
+@pytest.mark.filterwarnings("ignore:delta = 6.974e-05", "ignore:delta = 8e-07")  # the papers' 1 / n, rounded up
 def test_every_item_has_plans(name: str, smoke: bool):
     """A simulated batch must be a whole number, at full size as well."""
     raw = prepared(name, smoke=smoke)
@@ -422,3 +426,47 @@ def test_tables_are_whole_at_80_columns(name: str):
 def test_all_pairs_of_snli_are_read_as_tokens():
     assert "features" in prepared("dp-adam/fig1-text")
     assert "features" not in prepared("dp-adam/fig1-text", data=Path("snli"))
+
+
+def test_the_papers_snli_has_its_noise_weights_and_rates():
+    ours, theirs = prepared("dp-adam/fig1-text"), prepared("dp-adam/fig1-text", data=Path("snli"))
+    assert ours["privacy"]["target_epsilon"] == 7.0
+    assert "target_epsilon" not in theirs["privacy"]
+    assert theirs["privacy"]["noise_multiplier"] == 0.4
+    rows = {method["name"]: method for method in theirs["methods"] if method["name"].endswith("as published")}
+    assert {row["model"]["std"] for row in rows.values()} == {1.0}
+    assert [row["optimizer"]["lr"] for row in rows.values()] == [4.0, 0.01, 0.001]
+    (chosen,) = prepared("dp-adam/fig1-text", data=Path("snli"), methods=["DP-Adam, as published"])["methods"]
+    assert chosen["name"] == "DP-Adam, as published"
+    with pytest.raises(pg.PrivacyError, match="--method to be one of DP-SGD, DP-Adam, DP-AdamBC, got"):
+        prepared("dp-adam/fig1-text", methods=["DP-Adam, as published"])
+
+
+def test_the_papers_barcodes_are_full_batches():
+    privacy = prepared("heavy-tail/barcode", data=Path("mnist"))["privacy"]
+    assert privacy["expected_batch_size"] == privacy["num_examples"] == 23_770
+
+
+@pytest.mark.parametrize(
+    "name", ["bam/table1-cifar100", "bam/table1-imagenet32", "dp-adam/fig3-text", "heavy-tail/lm-gpt2"]
+)
+def test_items_without_a_stand_in_name_the_papers_data(name: str):
+    raw = prepared(name)
+    assert "stands_in_for" not in raw
+    assert raw["data"]["use"] == prepared(name, data=Path("somewhere"))["data"]["use"]
+    assert raw["privacy"] == prepared(name, data=Path("somewhere"))["privacy"]
+
+
+def test_moments_stand_above_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    numbers = {"raw_clean": {"q1": 1.5e-7, "median": 2.5e-7, "q3": 3.5e-7, "mean": 4.5e-7}}
+    small = prepared("dp-adam/table1-text", smoke=True) | {"probe": {"at": [1, 2]}, "paper": {"t=2": numbers}}
+    monkeypatch.setattr(reproducing, "prepared", lambda *_, **__: dict(small))
+    _, table = reproduce("dp-adam/table1-text", tmp_path, smoke=True, progress=False)
+    assert [list(column.cells)[4] for column in table.columns] == [
+        "",
+        "  paper",
+        "1.5e-07",
+        "2.5e-07",
+        "3.5e-07",
+        "4.5e-07",
+    ]

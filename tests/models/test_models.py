@@ -64,6 +64,25 @@ def test_the_language_model_does_not_see_ahead():
     assert not torch.allclose(before[:, 4], after[:, 4])
 
 
+def test_the_head_of_a_pretrained_language_model_is_trained_alone(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    saved = transformers.GPT2LMHeadModel(config).eval()
+    saved.save_pretrained(tmp_path)
+    model = models.HeadLanguageModel(str(tmp_path)).eval()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert [tuple(p.shape) for p in trained.values()] == [(11, 8)]
+    ids = torch.randint(0, 11, (2, 6))
+    before = model(ids)
+    torch.testing.assert_close(before, saved(ids).logits)
+    with torch.no_grad():
+        next(iter(trained.values())).zero_()  # the embeddings stay
+    assert not model(ids).any()
+    assert model.language.get_input_embeddings().weight.any()
+    with pytest.raises(pg.PrivacyError, match=r"HeadLanguageModel: expected path to hold a model"):
+        models.HeadLanguageModel(str(tmp_path / "absent"))
+
+
 def save_encoder(folder: Path, vocabulary: int = 20) -> Any:
     """Save a small encoder with random weights, and return it. Its padding is id 0."""
     transformers = pytest.importorskip("transformers")
@@ -86,6 +105,11 @@ def test_a_pair_classifier_trains_its_last_layer_anew_and_does_not_see_padding(t
     same = {name for name in old if torch.equal(old[name], new[name])}
     assert "encoder.layer.1.output.dense.weight" in same
     assert "encoder.layer.2.output.dense.weight" not in same
+    assert model.head.weight.std().item() < 0.1  # BERT's 0.02
+    wide = models.PairClassifier(str(tmp_path), num_classes=3, std=1.0)
+    new = [wide.head.weight, wide.encoder.pooler.dense.weight, wide.encoder.encoder.layer[2].output.dense.weight]
+    assert 0.8 < torch.cat([weight.flatten() for weight in new]).std().item() < 1.2
+    assert torch.equal(wide.encoder.encoder.layer[1].output.dense.weight, old["encoder.layer.1.output.dense.weight"])
     ids = torch.randint(1, 20, (2, 1, 5))
     short = torch.cat([ids, torch.zeros_like(ids)], 1)
     long = torch.cat([short, torch.zeros(2, 2, 4, dtype=torch.int64)], 2)
@@ -124,6 +148,14 @@ def test_the_residual_network_has_its_size():
     resnet = models.resnet9(in_channels=3, num_classes=10)
     assert sum(parameter.numel() for parameter in resnet.parameters()) == 2_447_946
     assert models.resnet9(in_channels=1, num_classes=10, width=16)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_the_wide_residual_network_is_wrn_16_4():
+    wide = models.wide_resnet(in_channels=3, num_classes=10)
+    assert sum(parameter.numel() for parameter in wide.parameters()) == 2_753_818
+    assert sum(isinstance(layer, nn.Conv2d) and layer.kernel_size == (3, 3) for layer in wide.modules()) == 13
+    small = models.wide_resnet(in_channels=1, num_classes=7, blocks=1, widen=1)
+    assert small(torch.zeros(2, 1, 28, 28)).shape == (2, 7)
 
 
 def test_standardized_weights_have_mean_zero_and_variance_one_over_fan_in():

@@ -16,11 +16,11 @@ from privgrad_lab.data.debian import (
     debian_texts,
     sentence_pairs,
 )
-from privgrad_lab.data.images import barcode, cifar10, fashion_mnist, mnist
+from privgrad_lab.data.images import barcode, cifar10, cifar100, fashion_mnist, imagenet32, mnist
 from privgrad_lab.data.sentiment import imdb, tweets
 from privgrad_lab.data.stackoverflow import stackoverflow, stackoverflow_tags
 from privgrad_lab.data.tabular import adult, heavy_tail
-from privgrad_lab.data.text import brown, ptb, snli
+from privgrad_lab.data.text import brown, e2e, ptb, snli
 
 __all__ = [
     "LOADERS",
@@ -28,14 +28,17 @@ __all__ = [
     "barcode",
     "brown",
     "cifar10",
+    "cifar100",
     "debian_maintainers",
     "debian_sections",
     "debian_synopses",
     "debian_tags",
     "debian_texts",
     "digits",
+    "e2e",
     "fashion_mnist",
     "heavy_tail",
+    "imagenet32",
     "imdb",
     "mnist",
     "ptb",

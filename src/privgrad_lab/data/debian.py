@@ -20,12 +20,11 @@ from privgrad.data.schema import Natural, PathLike, Positive
 from privgrad.errors import expected, readable, require_choice, require_integer
 from privgrad.features import text_rows
 from privgrad_lab.data.fetching import located, require_counts, unpacked
-from privgrad_lab.data.text import ContinuationEncoder, PairEncoder, digest, padded
+from privgrad_lab.data.text import TOKEN_EDGES, ContinuationEncoder, PairEncoder, digest, padded
 
 _APT_HELPER = "/usr/lib/apt/apt-helper"
 _REMEDY = "run `privgrad data fetch debian`, or give a folder with the Packages and Translation-en lists"
 _SECTION_EDGES = (4000, 1000, 250, 60, 0)
-_TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 1, 0)
 # Facets that nearly every package has; they are left out, so that the task is harder.
 _COMMON_FACETS = ("role", "implemented-in")
 
@@ -311,7 +310,7 @@ def debian_synopses(
         test,
         validation,
         num_classes=encode.vocabulary,
-        frequency_edges=_TOKEN_EDGES,
+        frequency_edges=TOKEN_EDGES,
         vocabulary=encode.vocabulary,
     )
 

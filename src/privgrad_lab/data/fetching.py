@@ -130,13 +130,14 @@ Report = Callable[[str, int, int | None], object]
 
 def located(function: str, path: PathLike | None, name: str) -> Path:
     """Return the folder of the files of a source: the user's, an installed one, or the cache, fetched if automatic."""
-    source, command = SOURCES[name], f"`privgrad data fetch {name}`"
+    source = SOURCES[name]
+    get = f"run `privgrad data fetch {name}`" if source.ways else source.by_hand
     if path is not None:
-        folder, remedy = Path(path), f"give a folder that holds it, or run {command} and leave path out"
+        folder, remedy = Path(path), f"give a folder that holds it, or {get}"
     elif source.is_automatic:
         return source.found() or fetch(source, function=function)
     else:
-        folder, remedy = source.found() or source.target, f"run {command}, or give a folder that holds it"
+        folder, remedy = source.found() or source.target, f"{get}, or give a folder that holds it"
     if missing := source.missing(folder):
         raise expected(function, "the data folder", f"to contain {' and '.join(missing)}", folder, remedy)
     return folder

@@ -1,13 +1,14 @@
-"""Images: scikit-learn's digits, the MNIST family, CIFAR-10, barcodes."""
+"""Images: the MNIST family, barcodes, CIFAR-10, CIFAR-100, ImageNet32."""
 
 import gzip
 import math
 import pickle
 import pickletools
 import struct
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,34 @@ from privgrad_lab.data.fetching import located, streamed
 
 _LARGEST_IDX = 1 << 30  # values in a file
 
-_CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
-_LARGEST_BATCH = 1 << 26  # bytes, twice a batch of CIFAR-10
-_CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-_CIFAR_CLASSES = 10
+_LARGEST_BATCH = 1 << 28  # bytes: the training part of CIFAR-100 has 155 million
+
+
+class _Cifar(NamedTuple):
+    """The files of a set of the CIFAR family; the last batch is the test part."""
+
+    name: str
+    folder: str
+    batches: tuple[str, ...]
+    labels: bytes
+    classes: int
+
+    @property
+    def function(self) -> str:
+        return self.name.replace("-", "").lower()
+
+    @property
+    def archive(self) -> str:
+        return f"{self.name.lower()}-python.tar.gz"
+
+
+_CIFAR10 = _Cifar(
+    "CIFAR-10", "cifar-10-batches-py", (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"), b"labels", 10
+)
+_CIFAR100 = _Cifar("CIFAR-100", "cifar-100-python", ("train", "test"), b"fine_labels", 100)
+_IMAGENET_MEAN, _IMAGENET_STD = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+_IMAGENET_CLASSES = 1000
 
 _BITS = 10  # of a barcode
 _BARCODES = 2**_BITS - 1  # of each digit
@@ -129,17 +154,80 @@ def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
         PrivacyError: no source has the files; a file is damaged, or holds anything but arrays, bytes and lists; or too
             many examples are held out.
     """
-    source = _cifar_source(path)
-    files = _cifar_files(source)
-    mean, std = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    return _cifar(_CIFAR10, path, validation)
+
+
+def cifar100(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
+    """Load CIFAR-100: 50,000 training (less `validation`) and 10,000 test images of 100 fine classes, 3x32x32.
+
+    The arguments, channels and errors are those of `cifar10`; the folder is cifar-100-python, and that of the cache
+    cifar-100.
+    """
+    return _cifar(_CIFAR100, path, validation)
+
+
+def imagenet32(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
+    """Load ImageNet32: 1,281,167 training (less `validation`) and 50,000 test images of 1,000 classes, 3x32x32.
+
+    It needs 20 GB of memory. Channels are normalized as in `cifar10`.
+
+    Args:
+        path: folder with the npz files train_data_batch_1 to _10 and val_data. image-net.org gives them to its users
+            only, so nothing is downloaded. None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/imagenet32.
+        validation: number of training examples, from the end, to hold out.
+    Raises:
+        PrivacyError: files are absent or damaged, or too many examples are held out.
+    Reference:
+        Chrabaszcz, Loshchilov, Hutter 2017 (arXiv 1707.08819).
+    """
+    folder = located("imagenet32", path, "imagenet32")
 
     def part(*names: str) -> tuple[Tensor, Tensor]:
-        batches = [_cifar_batch(name, files.get(name), source) for name in names]
-        images = torch.cat([images for images, _ in batches]).float()
-        return images.div_(255).sub_(mean).div_(std), torch.cat([labels for _, labels in batches])
+        return _normalized(_npz_batch(folder / f"{name}.npz") for name in names)
 
-    *training, last = _CIFAR_BATCHES
-    return split("CIFAR-10", part(*training), part(last), validation)
+    training = part(*(f"train_data_batch_{number}" for number in range(1, 11)))
+    return split("ImageNet32", training, part("val_data"), validation, num_classes=_IMAGENET_CLASSES)
+
+
+def _cifar(kind: _Cifar, path: PathLike | None, validation: int) -> DataSet:
+    source = _cifar_source(kind, path)
+    files = _cifar_files(kind, source)
+
+    def part(*names: str) -> tuple[Tensor, Tensor]:
+        return _normalized(_cifar_batch(kind, name, files.get(name), source) for name in names)
+
+    *training, last = kind.batches
+    return split(kind.name, part(*training), part(last), validation, num_classes=kind.classes)
+
+
+def _normalized(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the images, uint8, of all batches as float32 by the means and deviations of ImageNet, and the labels."""
+    images, labels = map(list, zip(*batches, strict=True))
+    inputs, start = torch.empty(sum(map(len, images)), 3, 32, 32), 0
+    while images:  # each batch is freed after its use, so that the largest set fits into memory
+        batch = images.pop(0)
+        rows = inputs[start : start + len(batch)]
+        rows.copy_(batch).div_(255).sub_(_IMAGENET_MEAN).div_(_IMAGENET_STD)
+        start += len(batch)
+    return inputs, torch.cat(labels)
+
+
+def _npz_batch(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the images, uint8 (n, 3, 32, 32), and the labels from 0 of a file of ImageNet32; no pickle is read."""
+    remedy = "fetch the npz version again from image-net.org"
+    with readable("imagenet32", f"{path}", "to be an npz file of images", remedy), np.load(path) as content:
+        rows, labels = content["data"], torch.from_numpy(content["labels"].astype(np.int64) - 1)
+        if rows.dtype != np.uint8:
+            raise TypeError(f"an array of {rows.dtype}")
+        return _labeled(torch.from_numpy(rows).view(len(rows), 3, 32, 32), labels, _IMAGENET_CLASSES)
+
+
+def _labeled(images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    if labels.shape != (len(images),):
+        raise TypeError(f"labels of shape {tuple(labels.shape)} for {len(images)} images")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise ValueError(f"labels from {labels.min()} to {labels.max()}, not from 0 to {classes - 1}")
+    return images, labels
 
 
 def _standardized(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
@@ -182,21 +270,23 @@ def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
     return folder, "public source" if folder == cache("fashion-mnist") else "Debian package"
 
 
-def _cifar_source(path: PathLike | None) -> Path:
-    root = located("cifar10", None, "cifar-10") if path is None else Path(path)
-    for place in (root, root / "cifar-10-batches-py", root / _CIFAR_ARCHIVE):
-        if place.is_file() or (place / "test_batch").is_file():
+def _cifar_source(kind: _Cifar, path: PathLike | None) -> Path:
+    name = kind.name.lower()
+    root = located(kind.function, None, name) if path is None else Path(path)
+    for place in (root, root / kind.folder, root / kind.archive):
+        if place.is_file() or (place / kind.batches[-1]).is_file():
             return place
-    remedy = "give the folder cifar-10-batches-py or its .tar.gz, or run `privgrad data fetch cifar-10`"
-    raise expected("cifar10", "path", f"to hold cifar-10-batches-py or {_CIFAR_ARCHIVE}", root, remedy)
+    remedy = f"give the folder {kind.folder} or its .tar.gz, or run `privgrad data fetch {name}`"
+    raise expected(kind.function, "path", f"to hold {kind.folder} or {kind.archive}", root, remedy)
 
 
-def _cifar_files(source: Path) -> dict[str, bytes]:
+def _cifar_files(kind: _Cifar, source: Path) -> dict[str, bytes]:
     if source.is_dir():
-        return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
-    with readable("cifar10", f"{source}", "to be the archive of CIFAR-10's python version", "fetch it again"):
+        return {name: (source / name).read_bytes() for name in kind.batches if (source / name).is_file()}
+    what = f"to be the archive of {kind.name}'s python version"
+    with readable(kind.function, f"{source}", what, "fetch it again"):
         named = ((Path(path).name, file) for path, file in streamed(source))
-        return {name: file.read(_LARGEST_BATCH) for name, file in named if name in _CIFAR_BATCHES}
+        return {name: file.read(_LARGEST_BATCH) for name, file in named if name in kind.batches}
 
 
 class _Inert:
@@ -218,9 +308,9 @@ class _InertUnpickler(pickle.Unpickler):
         return _Inert
 
 
-def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Tensor]:
+def _cifar_batch(kind: _Cifar, name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Tensor]:
     remedy = "fetch the python version again"
-    with readable("cifar10", f"{name} in {source}", "to be a pickled batch of images", remedy):
+    with readable(kind.function, f"{name} in {source}", "to be a pickled batch of images", remedy):
         if raw is None:
             raise FileNotFoundError("the file is missing")
         for code, argument, _ in pickletools.genops(raw):  # genops refuses lengths beyond the end of the data
@@ -232,9 +322,4 @@ def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Te
             raise TypeError(f"an array of {dtype.args[0]}")
         rows = np.frombuffer(values, np.uint8).reshape(shape, order="F" if fortran else "C")
         images = torch.from_numpy(np.array(rows, order="C")).view(len(rows), 3, 32, 32)
-        labels = torch.tensor(content[b"labels"], dtype=torch.int64)
-        if labels.shape != (len(images),):
-            raise TypeError(f"labels of shape {tuple(labels.shape)} for {len(images)} images")
-        if labels.min() < 0 or labels.max() >= _CIFAR_CLASSES:
-            raise ValueError(f"labels from {labels.min()} to {labels.max()}, not from 0 to {_CIFAR_CLASSES - 1}")
-        return images, labels
+        return _labeled(images, torch.tensor(content[kind.labels], dtype=torch.int64), kind.classes)

@@ -1,6 +1,8 @@
-"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them."""
+"""Text: language modeling (Brown, Penn Treebank, E2E), sentence pairs (SNLI), and encoders for them."""
 
+import csv
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +20,9 @@ from privgrad.plugins import optional
 from privgrad_lab.data.fetching import json_lines, located
 
 _UNKNOWN = "<unk>"
-_TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
+TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 1, 0)
+# Groups of the heavy-tail paper's figure 5: by magnitude above 5,000, one below 5, and 30 between, here of equal ratio.
+_PAPERS_EDGES = (400_000, 20_000, *(math.ceil(5 * 1000 ** (k / 30)) for k in range(30, -1, -1)), 1, 0)
 _SNLI_LABELS = ("entailment", "neutral", "contradiction")
 
 
@@ -52,7 +56,9 @@ def brown(
     return _next_words("brown", "Brown corpus, press", train, test, vocabulary, length, validation)
 
 
-def ptb(path: PathLike | None = None, *, length: Positive = 35, validation: int = 0) -> DataSet:
+def ptb(
+    path: PathLike | None = None, *, tokenizer: PathLike | None = None, length: Positive = 35, validation: int = 0
+) -> DataSet:
     """Load the task: the next word in TinyPTB. The Penn Treebank's validation part trains, its test part tests.
 
     The words are from torchtext's tokenizer basic_english, as in the reference. The vocabulary comes from
@@ -60,20 +66,63 @@ def ptb(path: PathLike | None = None, *, length: Positive = 35, validation: int 
     length) the next ids. Id 0 is <unk>, the others follow by falling frequency.
 
     The arguments are those of `brown`, except that `path` is the folder with ptb.train.txt, ptb.valid.txt and
-    ptb.test.txt; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/ptb.
+    ptb.test.txt, or None for ${XDG_CACHE_HOME:-~/.cache}/privgrad/ptb, and that the ids are those of `tokenizer`, the
+    folder of a transformers tokenizer, if it is given. It reads each line after a blank. Results are then grouped by
+    the frequencies of the heavy-tail paper.
 
     Raises:
-        PrivacyError: files are absent, or a number is out of its range.
+        PrivacyError: files are absent, the tokenizer is absent, or a number is out of its range.
     Privacy:
         An example is a sequence.
     Reference:
-        Kunstner et al. 2024 (arXiv 2402.19449). Deviation: here sequences are consecutive; theirs run down columns.
+        Kunstner et al. 2024 (arXiv 2402.19449), and with GPT-2's tokenizer Tang, Zhiyanov, Lecuyer. Deviation: here
+        sequences are consecutive; those of Kunstner et al. run down columns.
     """
     folder = located("ptb", path, "ptb")
     texts = (_read("ptb", folder / f"ptb.{part}.txt") for part in ("train", "valid", "test"))
+    if tokenizer is not None:
+        encode = ContinuationEncoder("ptb", tokenizer, length)
+        _, *parts = texts
+        train, test = (_sequences("ptb", encode.stream(part), length) for part in parts)
+        sizes = {"num_classes": encode.vocabulary, "vocabulary": encode.vocabulary}
+        return split("TinyPTB, tokens", train, test, validation, frequency_edges=_PAPERS_EDGES, **sizes)
     words, train, test = map(_basic_english, texts)
     vocabulary = [word for word, _ in Counter(words).most_common()]
     return _next_words("ptb", "TinyPTB", train, test, vocabulary, length, validation)
+
+
+def e2e(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive = 128, validation: int = 0) -> DataSet:
+    """Load the task E2E: describe a restaurant in words, from its attributes.
+
+    42,061 training examples; the development part, 4,672, is the test part. An example reads "name[The Eagle],
+    food[French] || The Eagle serves French food." and ends with the tokenizer's end token. Inputs, int64 (n, length):
+    token ids. Labels, (n, length): the next ids, of the description and its end only. Results are grouped by a token's
+    frequency in the training descriptions.
+
+    Args:
+        path: folder with trainset.csv and devset.csv; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/e2e.
+        tokenizer: folder of a transformers tokenizer of a causal language model.
+        length: tokens of an example, >= 5; longer examples lose attributes first, then the end of the description.
+        validation: number of training examples, from the end, to hold out.
+    Raises:
+        PrivacyError: files are absent or damaged, transformers is not installed, the tokenizer is absent, or a number
+            is out of its range.
+    Reference:
+        Novikova, Dusek, Rieser 2017.
+    """
+    folder = located("e2e", path, "e2e")
+    encode = ContinuationEncoder("e2e", tokenizer, length)
+
+    def part(name: str) -> tuple[Tensor, Tensor]:
+        file = folder / name
+        what, remedy = "to be a CSV file with the columns mr and ref", "fetch it again"
+        with readable("e2e", f"{file}", what, remedy), file.open(encoding="utf-8", newline="") as lines:
+            rows = [(row["mr"], " ||", " " + row["ref"]) for row in csv.DictReader(lines, strict=True)]
+        return encode.labeled(rows)
+
+    sizes = {"num_classes": encode.vocabulary, "vocabulary": encode.vocabulary}
+    train, test = part("trainset.csv"), part("devset.csv")
+    return split("E2E", train, test, validation, frequency_edges=TOKEN_EDGES, **sizes)
 
 
 def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive = 128, validation: int = 0) -> DataSet:
@@ -146,6 +195,11 @@ class ContinuationEncoder(_Encoder):
             remedy = "give the tokenizer of a causal language model"
             raise expected(function, "the tokenizer's eos_token_id", "to be a token id", None, remedy)
 
+    def stream(self, text: str) -> list[int]:
+        """Return the ids of a text's lines, each of which begins with a blank."""
+        lines = [f" {line.strip()}" for line in text.splitlines()]
+        return list(chain.from_iterable(self._tokenizer(lines, add_special_tokens=False)["input_ids"]))
+
     def labeled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, int64 (n, length), of texts (given, cue, continuation).
 
@@ -205,26 +259,20 @@ def _next_words(
     validation: int,
 ) -> DataSet:
     """Return a DataSet of sequences of ids, with the next ids as labels; a word that is not in `words` is <unk>."""
-    require_integer(function, "length", length, 1)
     ids = {word: index for index, word in enumerate(dict.fromkeys((_UNKNOWN, *words)))}
+    first, last = (_sequences(function, [ids.get(word, 0) for word in stream], length) for stream in (train, test))
+    return split(name, first, last, validation, num_classes=len(ids), frequency_edges=TOKEN_EDGES, vocabulary=len(ids))
 
-    def sequences(stream: Sequence[str]) -> tuple[Tensor, Tensor]:
-        numbers = torch.tensor([ids.get(word, 0) for word in stream], dtype=torch.int64)
-        end = (len(numbers) - 1) // length * length
-        if end < 1:
-            condition = f"to be less than {len(numbers)}, the tokens of a part"
-            raise expected(function, "length", condition, length, "give more text")
-        return numbers[:end].view(-1, length), numbers[1 : end + 1].view(-1, length)
 
-    return split(
-        name,
-        sequences(train),
-        sequences(test),
-        validation,
-        num_classes=len(ids),
-        frequency_edges=_TOKEN_EDGES,
-        vocabulary=len(ids),
-    )
+def _sequences(function: str, stream: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    """Return a stream of ids as sequences, int64 (n, length), and the next ids, (n, length); its end is left out."""
+    require_integer(function, "length", length, 1)
+    end = (len(stream) - 1) // length * length
+    if end < 1:
+        condition = f"to be less than {len(stream)}, the tokens of a part"
+        raise expected(function, "length", condition, length, "give more text")
+    numbers = torch.tensor(stream, dtype=torch.int64)
+    return numbers[:end].view(-1, length), numbers[1 : end + 1].view(-1, length)
 
 
 def _snli_pair(pair: dict[str, Any]) -> list[tuple[str, str, int]]:

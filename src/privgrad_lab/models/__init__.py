@@ -1,9 +1,17 @@
 """The architectures of the papers and of the experiments. No model here mixes examples."""
 
-from privgrad_lab.models.convolutional import autoencoder, cnn2, cnn5, cnn_small, resnet9
-from privgrad_lab.models.language import LanguageModel, LoraLanguageModel, LowerLayers, PairClassifier, WordLSTM
+from privgrad_lab.models.convolutional import autoencoder, cnn2, cnn5, cnn_small, resnet9, wide_resnet
+from privgrad_lab.models.language import (
+    HeadLanguageModel,
+    LanguageModel,
+    LoraLanguageModel,
+    LowerLayers,
+    PairClassifier,
+    WordLSTM,
+)
 
 __all__ = [
+    "HeadLanguageModel",
     "LanguageModel",
     "LoraLanguageModel",
     "LowerLayers",
@@ -14,4 +22,5 @@ __all__ = [
     "cnn5",
     "cnn_small",
     "resnet9",
+    "wide_resnet",
 ]

@@ -85,6 +85,45 @@ def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequen
     return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(16 * width, num_classes))
 
 
+class _WideBlock(nn.Module):
+    """A pre-activation block; its shortcut is the identity, or one convolution where the shape changes."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
+        super().__init__()
+
+        def conv(n_in: int, kernel: int, stride: int) -> list[nn.Module]:
+            layer = ws_conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2)
+            return [nn.ReLU(), nn.GroupNorm(min(16, n_in), n_in), layer]
+
+        self.main = nn.Sequential(*conv(n_in, 3, stride), *conv(n_out, 3, 1))
+        self.shortcut = nn.Sequential(*(conv(n_in, 1, stride) if (n_in, stride) != (n_out, 1) else ()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.main(x) + self.shortcut(x)
+
+
+def wide_resnet(*, in_channels: int, num_classes: int, blocks: int = 2, widen: int = 4) -> nn.Sequential:
+    """Return a wide residual network with standardized weights and GroupNorm.
+
+    It maps (B, in_channels, H, W) -> logits (B, num_classes).
+
+    Args:
+        in_channels: channels of the images.
+        num_classes: number of labels.
+        blocks: of each of three widths. 2 and widen = 4 are WRN-16-4: 2,753,818 parameters for 3 channels and 10
+            classes.
+        widen: factor of the widths 16, 32, 64.
+    Reference:
+        De et al. 2022 (arXiv 2204.13650).
+    """
+    layers: list[nn.Module] = [ws_conv2d(in_channels, 16, 3, padding=1)]
+    widths = [16, *(base * widen for base in (16, 32, 64))]
+    for stride, (previous, width) in zip((1, 2, 2), pairwise(widths), strict=True):
+        layers += [_WideBlock(previous, width, stride), *(_WideBlock(width, width, 1) for _ in range(blocks - 1))]
+    head = [nn.ReLU(), nn.GroupNorm(16, widths[-1]), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, *head, nn.Linear(widths[-1], num_classes))
+
+
 def autoencoder(*, in_features: int) -> nn.Sequential:
     """Return an autoencoder with a code of 30 numbers, (B, ...) -> (B, in_features) in (0, 1).
 

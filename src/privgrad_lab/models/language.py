@@ -42,8 +42,8 @@ class LanguageModel(nn.Module):
     Raises:
         PrivacyError: transformers is not installed.
     Reference:
-        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance) train the untied head of the pretrained GPT-2. Deviation:
-        this model is small, and all of it is trained.
+        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance) train the head of the pretrained GPT-2: see
+        HeadLanguageModel. Deviation: this model is small, and all of it is trained.
     """
 
     def __init__(self, *, num_tokens: int, length: int, width: int = 64, layers: int = 2, heads: int = 2) -> None:
@@ -66,11 +66,35 @@ class LanguageModel(nn.Module):
         return self.gpt2(input_ids=ids, use_cache=False).logits
 
 
+class HeadLanguageModel(nn.Module):
+    """A pretrained causal language model whose output layer is trained: token ids (B, T) -> logits (B, T, num_tokens).
+
+    The output layer starts with its pretrained weights, but is no longer tied to the embeddings. The rest is frozen.
+
+    Args:
+        path: folder of the model, as transformers saves it.
+    Raises:
+        PrivacyError: transformers is not installed, or the folder holds no such model.
+    Reference:
+        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance), their TinyPTB experiment: GPT2LMHeadModel, 38.6 million
+        trained weights. That the head is the output layer alone is our reading.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.language = _causal("HeadLanguageModel", path).requires_grad_(False)
+        head = self.language.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.language(input_ids=ids, use_cache=False).logits
+
+
 class LoraLanguageModel(nn.Module):
     """A pretrained causal language model with low-rank adapters: token ids (B, T) -> logits (B, T, num_tokens).
 
     Only the adapters are trained. PEFT adds them to the projections that it chooses for the kind of model: queries and
-    values.
+    values, or in GPT-2 the one layer of queries, keys and values.
 
     Args:
         path: folder of the model, as transformers saves it.
@@ -84,10 +108,8 @@ class LoraLanguageModel(nn.Module):
 
     def __init__(self, path: str, *, rank: int = 4, alpha: int = 32) -> None:
         super().__init__()
-        transformers, peft = _library("transformers"), _library("peft")
-        remedy = "give the folder of a causal language model that PEFT supports"
-        with readable("LoraLanguageModel", "path", "to hold a model", remedy):
-            base = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+        peft, base = _library("peft"), _causal("LoraLanguageModel", path)
+        with readable("LoraLanguageModel", "path", "to hold a model", "give one that PEFT supports"):
             config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0)
             self.adapted: Any = peft.get_peft_model(base, config)
 
@@ -129,21 +151,22 @@ class PairClassifier(nn.Module):
     Args:
         path: folder of the encoder, as transformers saves it.
         num_classes: number of labels.
+        std: standard deviation of new weights; None is the encoder's own, 0.02 for BERT.
     Raises:
         PrivacyError: transformers is not installed, or the folder holds no such encoder.
     Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), their SNLI experiment. Deviation: new weights are drawn with the encoder's own
-        standard deviation (0.02), not with 1.
+        Tang, Lecuyer 2023 (DP-AdamBC), their SNLI experiment, whose code draws new weights with std = 1.
     """
 
-    def __init__(self, path: str, *, num_classes: int) -> None:
+    def __init__(self, path: str, *, num_classes: int, std: float | None = None) -> None:
         super().__init__()
         self.encoder = _encoder("PairClassifier", path)
+        spread: float = self.encoder.config.initializer_range if std is None else std
         self.head = nn.Linear(self.encoder.config.hidden_size, num_classes)
         fresh = [self.encoder.encoder.layer[-1], self.encoder.pooler]
         for layer in (module for part in (*fresh, self.head) for module in part.modules()):
             if isinstance(layer, nn.Linear):
-                nn.init.normal_(layer.weight, std=self.encoder.config.initializer_range)
+                nn.init.normal_(layer.weight, std=spread)
                 nn.init.zeros_(layer.bias)
             elif isinstance(layer, nn.LayerNorm):
                 layer.reset_parameters()
@@ -161,6 +184,12 @@ class PairClassifier(nn.Module):
         seen = ids != self.encoder.config.pad_token_id
         states = self.encoder(input_ids=ids, token_type_ids=types, attention_mask=seen.long())
         return self.head(states.pooler_output)
+
+
+def _causal(where: str, path: str) -> Any:
+    with readable(where, "path", "to hold a model", "give the folder of a causal language model"):
+        library = _library("transformers")
+        return library.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
 
 
 def _encoder(where: str, path: str) -> Any:

@@ -306,6 +306,8 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
         for row, numbers in record["raw_moments"].items():
             shown = (f"{numbers[number]:.3g}" for number in _INNER)
             table.add_row(str(record["t"]), row.removeprefix("raw_"), *shown)
+            if theirs := spec.paper.get(f"t={record['t']}", {}).get(row):
+                table.add_row("", "  paper", *(f"{theirs[number]:.3g}" for number in _INNER), style="dim")
     return {f"t={r['t']}": {key: r[key] for key in ("raw_moments", "raw_watch")} for r in records}, table
 
 

@@ -153,13 +153,7 @@ def prepared(
     A `smoke` version only shows that the item works; its numbers mean nothing.
     """
     require_choice("reproduce", "item", name, items())
-    raw = keys_of(name)
-    known = [method["name"] for method in raw.get("methods", [])]
-    for method in methods:
-        if method and method not in known:
-            remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
-            raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
-    raw = {key: value for key, value in raw.items() if key not in LISTED}
+    raw = {key: value for key, value in keys_of(name).items() if key not in LISTED}
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
     is_table = raw.get("kind") == "table"
@@ -173,12 +167,17 @@ def prepared(
     elif data is not None and given is not None:
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
         # The stand-in may have options that the paper's own data lack.
-        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
-        raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
+        options = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["use"]]).parameters}
+        raw["data"] = {key: value for key, value in raw["data"].items() if key in options}
         raw.pop("stands_in_for", None)
         # [given.changes] has the tables of some methods, by their names.
         changes = raw.pop("changes", dict[str, Any]())
         raw["methods"] = [_merged(method, changes.get(method["name"], {})) for method in raw.get("methods", [])]
+    known = [method["name"] for method in raw.get("methods", [])]
+    for method in methods:
+        if method and method not in known:
+            remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
+            raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
     if smoke:
         raw = _merged(raw, tiny)
         raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
