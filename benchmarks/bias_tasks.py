@@ -1,7 +1,8 @@
 """Data and models of the comparisons in results/bias: `privgrad compare results/bias/TASK/comparison.toml`.
 
 `sections` loads the sections of Debian packages as states of MiniLM: the mean over the tokens after the last layer, for
-a head, or the tokens below the last layer, for adapters in it. States are computed once, and stored in runs/bias.
+a head, or what the last feed-forward layer gets and adds, for adapters in it. They are computed
+once, and stored in runs/bias.
 
 `python -m benchmarks.bias_tasks results/bias/words` trains the SGD of finished comparisons once more, with seed 0, and
 writes the shares of coordinates whose signal exceeds the noise to raw_shares.json in each folder. NOT private.
@@ -31,25 +32,27 @@ from privgrad_lab.records import candidate_of, read_records
 STORED = Path("runs/bias")
 TESTED = 2000  # test texts
 TOKENS = {"head": 12, "adapters": 6}  # of a text
+INNER, WIDTH = 1536, 384  # of MiniLM's feed-forward layers and states
 
 
 def sections(*, kind: str, limit: int, validation: int = 0) -> DataSet:
-    """Return unit rows of MiniLM ("head") or states below its last layer ("adapters"), and one of 58 sections."""
-    data = debian_texts(task="sections", length=200, limit=limit)
-    found: dict[str, list[Tensor]] = {}
-    for part, examples, count in (("train", data.train, limit), ("test", data.test, TESTED)):
-        path = STORED / f"{kind}-{part}-{count}.pt"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(_states(examples.tensors[0][:count], kind), path)
-        found[part] = [torch.load(path), examples.tensors[1][:count]]
+    """Return unit rows of MiniLM ("head") or what its last layer adds up ("adapters"), and one of 58 sections."""
+    path = STORED / f"{kind}-{limit}.pt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data, found = debian_texts(task="sections", length=200, limit=limit), dict[str, Any]()
+        for part, examples in (("train", data.train), ("test", data.test)):
+            rows, labels = (tensor[: TESTED if part == "test" else limit] for tensor in examples.tensors)
+            found[part] = _states(rows, kind), labels
+        torch.save(found | {"classes": data.num_classes}, path)
+    found = torch.load(path)
     (rows, labels), kept = found["train"], limit - validation
     return DataSet(
         name=f"sections, MiniLM for {kind}",
         train=TensorDataset(rows[:kept], labels[:kept]),
         validation=TensorDataset(rows[kept:], labels[kept:]),
         test=TensorDataset(*found["test"]),
-        num_classes=data.num_classes,
+        num_classes=found["classes"],
         input_shape=tuple(rows.shape[1:]),
     )
 
@@ -61,46 +64,47 @@ def _states(rows: Tensor, kind: str) -> Tensor:
     library: Any = transformers
     folder = pretrained(MINILM)
     tokenizer, encoder = library.AutoTokenizer.from_pretrained(folder), library.AutoModel.from_pretrained(folder)
-    layers = encoder.encoder.layer[: None if kind == "head" else -1]
+    *layers, last = encoder.encoder.layer
     found: list[Tensor] = []
     for some in rows.split(64):
         options = {"truncation": True, "max_length": TOKENS[kind], "padding": "max_length", "return_tensors": "pt"}
         tokens = tokenizer(list(texts_of(some)), **options)
         seen = tokens["attention_mask"].float()
+        mask = ((1 - seen) * torch.finfo(torch.float32).min)[:, None, None]
         states = encoder.embeddings(input_ids=tokens["input_ids"])
         for layer in layers:
-            states = layer(states, _mask(seen))
-        states = states * seen[..., None]
-        found.append(F.normalize(states.sum(1), dim=1) if kind == "head" else states.flatten(1))
+            states = layer(states, mask)
+        if kind == "head":
+            found.append(F.normalize((last(states, mask) * seen[..., None]).sum(1), dim=1))
+            continue
+        attended = last.attention(states, mask)[0]
+        inner = last.intermediate(attended)
+        found.append(torch.cat([inner, last.output.dense(inner) + attended, seen[..., None]], dim=2).flatten(1))
     return torch.cat(found)
 
 
-def _mask(seen: Tensor) -> Tensor:
-    return ((1 - seen) * torch.finfo(torch.float32).min)[:, None, None]
-
-
 class Adapted(nn.Module):
-    """MiniLM's last layer with LoRA of rank 4 in queries and values, mean pooling, and a head that starts at zero."""
+    """MiniLM with LoRA of rank 4 in its last feed-forward layer, mean pooling, and a head that starts at zero.
+
+    All before this layer is frozen, so its inputs, and what it adds without LoRA, are computed once, as examples.
+    """
 
     def __init__(self, classes: int) -> None:
         super().__init__()
         import transformers
-        from peft import LoraConfig, inject_adapter_in_model
 
         library: Any = transformers
-        layer = library.AutoModel.from_pretrained(pretrained(MINILM), attn_implementation="eager").encoder.layer[-1]
-        layer.requires_grad_(False)
-        self.width = layer.output.dense.out_features
-        options: Any = {"r": 4, "lora_alpha": 4, "target_modules": ["query", "value"]}
-        self.layer: Any = inject_adapter_in_model(LoraConfig(**options), layer)
-        self.head = nn.Linear(self.width, classes, bias=False)
+        self.norm = library.AutoModel.from_pretrained(pretrained(MINILM)).encoder.layer[-1].output.LayerNorm
+        self.norm.requires_grad_(False)
+        self.down, self.up = nn.Linear(INNER, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, classes, bias=False)
+        nn.init.zeros_(self.up.weight)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        states = x.view(len(x), -1, self.width)
-        seen = (states != 0).any(2).to(x.dtype)
-        last = self.layer(states, _mask(seen))
-        return self.head(F.normalize((last * seen[..., None]).sum(1), dim=1))
+        inner, added, seen = x.view(len(x), -1, INNER + WIDTH + 1).split([INNER, WIDTH, 1], dim=2)
+        last = self.norm(added + self.up(self.down(inner)))
+        return self.head(F.normalize((last * seen).sum(1), dim=1))
 
 
 def adapters(data: DataSet) -> nn.Module:
