@@ -3,31 +3,18 @@
 `sections` loads the sections of Debian packages as states of MiniLM: the mean over the tokens after the last layer, for
 a head, or what the last feed-forward layer gets and adds, for adapters in it. They are computed
 once, and stored in runs/bias.
-
-`python -m benchmarks.bias_tasks results/bias/words` trains the SGD of finished comparisons once more, with seed 0, and
-writes the shares of coordinates whose signal exceeds the noise to raw_shares.json in each folder. NOT private.
 """
 
-import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import privgrad as pg
-from benchmarks.bias_map import SHARES
 from privgrad.data import MINILM, DataSet, debian_texts, pretrained
-from privgrad.diagnostics import RawMoments
 from privgrad.features.text import texts_of
-from privgrad_lab import runner
-from privgrad_lab.build import make_data
-from privgrad_lab.load_spec import check_spec, read_tables
-from privgrad_lab.records import candidate_of, read_records
 
 STORED = Path("runs/bias")
 TESTED = 2000  # test texts
@@ -126,27 +113,3 @@ class Embedded(nn.Module):
 def embeddings(data: DataSet, *, width: int = 16) -> nn.Module:
     assert data.vocabulary is not None
     return Embedded(data.vocabulary, data.num_classes, width)
-
-
-def raw_shares(folder: Path) -> dict[str, float]:
-    """Return the shares of coordinates with a second moment above multiples of the noise's variance, under SGD."""
-    spec = check_spec(read_tables(folder / "comparison.toml"), folder / "comparison.toml")
-    found = next(r for r in read_records(folder) if (r["method"], r["phase"], r["seed"]) == ("SGD", "final", 0))
-    data, method = make_data(spec), next(method for method in spec.methods if method.name == "SGD")
-    made = runner.prepare(spec, runner.Run(method, candidate_of(found), 0, "final"), data)
-    moments = RawMoments(made.private_grad)
-    pg.fit(made.private_grad, made.optimizer, data.train, progress=False)
-    over = moments.over_noise()["raw_clean"].double()
-    return {f"{bound:g}": float((over > bound).double().mean()) for bound in SHARES}
-
-
-def main(folders: list[Path]) -> None:
-    """Write raw_shares.json in each folder."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "a fixed seed makes the noise predictable")
-    for folder in folders:
-        (folder / "raw_shares.json").write_text(json.dumps(raw_shares(folder)) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)
