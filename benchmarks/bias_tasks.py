@@ -96,20 +96,3 @@ class Adapted(nn.Module):
 
 def adapters(data: DataSet) -> nn.Module:
     return Adapted(data.num_classes)
-
-
-class Embedded(nn.Module):
-    """The mean of word embeddings, and a linear layer: word ids (B, L) -> logits (B, classes)."""
-
-    def __init__(self, vocabulary: int, classes: int, width: int) -> None:
-        super().__init__()
-        self.words = nn.EmbeddingBag(vocabulary, width, mode="mean", padding_idx=0)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.relu(self.words(ids)))
-
-
-def embeddings(data: DataSet, *, width: int = 16) -> nn.Module:
-    assert data.vocabulary is not None
-    return Embedded(data.vocabulary, data.num_classes, width)
