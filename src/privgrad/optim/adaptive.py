@@ -11,8 +11,7 @@ from privgrad.optim.debiased import DEFAULT_FLOOR, Debiased, FloorRule, Group, S
 class AdamBC(Debiased):
     """DP-AdamBC. Its default floor makes it momentum SGD where noise dominates; `gamma_prime` sets the papers' floor.
 
-    It is an Adam that subtracts the noise variance from its second moment. Computes, elementwise, with g the released
-    gradient and noise_std its noise:
+    Subtracts the noise variance in Adam's v. Elementwise, with g the released gradient and noise_std its noise:
         m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g**2;  n = beta2 n + (1 - beta2) noise_std**2
         c = 1 - beta2**t;  p = p - lr * m / (1 - beta1**t) / sqrt(debias(v / c, sqrt(n / c), floor))
 
