@@ -3,7 +3,8 @@
 A line `<!-- results: FOLDER -->` stands above each table that this script writes: the final trainings of a comparison,
 best first, beside the paper's numbers. `<!-- results: FOLDER groups -->` adds the accuracy of each group of classes,
 and `losses` in its place the loss. "floored" is the share of DP-AdamBC's coordinates that are on the floor.
-`<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`. A table ends at the next empty line.
+`<!-- results: bias-map TASK -->` stands above a table of `benchmarks.bias_map`, and `<!-- results: bias made -->` or
+`tests` above one of the comparisons in results/bias, `bias-plain` without a kind. A table ends at the next empty line.
 """
 
 import json
@@ -99,6 +100,23 @@ def table(folder: Path, groups: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def side_by_side(folder: Path, kind: str | None) -> str:
+    """The comparisons in a folder: accuracy, noise step or rate, and the share of coordinates on the floor."""
+    folders = [path.parent for path in sorted(folder.glob("*/runs.jsonl"))]
+    found = {
+        one.name: finals(one) for one in folders if kind is None or one.name.startswith("test-") == (kind == "tests")
+    }
+    lines = [f"| method | {' | '.join(found)} |", "|---|" + "---|" * len(found)]
+    for method in next(iter(found.values())):
+        cells: list[str] = []
+        for runs in (own[method] for own in found.values()):
+            floored = [run["fraction_floored"] for run in runs if run["fraction_floored"] is not None]
+            detail = [choice(runs[0]), *([share(fmean(floored))] if floored else [])]
+            cells.append(f"{spread([run['test_accuracy'] for run in runs], True)} ({', '.join(detail)})")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def page(text: str) -> str:
     """A page with its tables written anew."""
 
@@ -107,6 +125,8 @@ def page(text: str) -> str:
         if folder.name == "bias-map":
             records = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
             return match[1] + bias_map.table(match[3], records)
+        if folder.name in ("bias", "bias-plain"):
+            return match[1] + side_by_side(folder, match[3])
         return match[1] + table(folder, {"groups": "accuracy", "losses": "loss"}.get(match[3], ""))
 
     return PLACE.sub(written, text)

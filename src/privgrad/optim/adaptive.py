@@ -9,9 +9,9 @@ from privgrad.optim.debiased import DEFAULT_FLOOR, Debiased, FloorRule, Group, S
 
 
 class AdamBC(Debiased):
-    """An Adam that subtracts the noise variance from its second moment: DP-AdamBC.
+    """DP-AdamBC. Its default floor makes it momentum SGD where noise dominates; `gamma_prime` sets the papers' floor.
 
-    Computes, elementwise, with g the released gradient and noise_std its noise:
+    Subtracts the noise variance in Adam's v. Elementwise, with g the released gradient and noise_std its noise:
         m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g**2;  n = beta2 n + (1 - beta2) noise_std**2
         c = 1 - beta2**t;  p = p - lr * m / (1 - beta1**t) / sqrt(debias(v / c, sqrt(n / c), floor))
 
@@ -23,7 +23,7 @@ class AdamBC(Debiased):
         debias_floor: smallest debiased second moment, in variances of the noise, > 0. It is the method's main
             parameter: a large floor gives SGD with momentum, a small one Adam with a debiased denominator.
         gamma_prime: smallest debiased second moment in gradient**2, > 0, in place of debias_floor: the papers'
-            gamma'. None: debias_floor.
+            gamma'. It does not follow C, sigma and B. None: debias_floor.
         floor_rule: how the floor is applied, see `debias`; all rules except "max" are for ablations.
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: n tracks noise that changes over time; the floor is
