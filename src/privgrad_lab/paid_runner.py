@@ -8,7 +8,7 @@ import shutil
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,6 +76,9 @@ class PaidFolder:
         noise = self._cost.noise_multiplier if run.phase == "final" else self._cost.trial_noise
         assert noise is not None
         return self._spec.with_noise(noise)
+
+    def claim(self, run: Run) -> AbstractContextManager[bool]:
+        return nullcontext(True)  # its choices are secret, and made by one process
 
     def keep(self, run: Run, record: Record) -> None:
         if run.phase == "tuning":  # of the final runs, `publish` keeps one
@@ -285,7 +288,7 @@ def compare(
         raise
     if not in_phase(read_records(out), "final"):
         with bars(shown=progress) as bar:
-            carry_out(_CHOOSERS[cost.way](spec, place, bar), place, data, bar)
+            carry_out(([run] for run in _CHOOSERS[cost.way](spec, place, bar)), place, data, bar)
             place.publish(data)
     return read_records(out)
 

@@ -123,8 +123,8 @@ def make_secret(folder: Path) -> None:
 
 def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append records to a folder's runs.jsonl in one write."""
-    with (out / "runs.jsonl").open("a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
+    with (out / "runs.jsonl").open("ab", buffering=0) as file:  # several processes may append
+        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the rate and the clipping norm

@@ -3,10 +3,14 @@
 No epsilon covers a choice by training loss.
 """
 
+import fcntl
 import json
 import math
+import multiprocessing
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -160,17 +164,45 @@ class Payer(Protocol):
         """Call `fitted`, which is `fit` of a run and takes further options of it, and return the run's record."""
         ...
 
+    def claim(self, run: Run) -> AbstractContextManager[bool]:
+        """Say whether no other process is at work on a run; until the end of the context, none will be."""
+        ...
+
     def keep(self, run: Run, record: Record) -> None:
         """Write the record of a run, unless it must stay hidden."""
 
 
-def carry_out(runs: Iterable[Run], payer: Payer, data: DataSet, progress: bool | Progress) -> None:
-    """Do each run that has no record yet. A chooser yields the runs, and sees the records of the earlier ones."""
-    for run in runs:
-        if find_record(recorded.read_records(payer.out), run) is None:
-            payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
-            if (bar := bars(shown=progress)).tasks and run.secret is None and not bar.console.is_terminal:
-                note(bar, f"trained {run.name}")  # a file shows no bars
+def carry_out(
+    batches: Iterable[Sequence[Run]],
+    payer: Payer,
+    data: DataSet,
+    progress: bool | Progress,
+    watch: Callable[[Run], None] = lambda run: None,
+) -> None:
+    """Do each run that has no record yet. A chooser yields runs that need not wait for each other.
+
+    It sees the records of its earlier runs. Processes may share a folder: each does the runs that no other is doing.
+    `watch` gets each run before it starts.
+    """
+
+    def is_done(run: Run) -> bool:
+        return find_record(recorded.read_records(payer.out), run) is not None
+
+    for batch in batches:
+        waiting = [run for run in batch if not is_done(run)]
+        while waiting:
+            for run in waiting.copy():
+                with payer.claim(run) as is_free:
+                    if is_free:
+                        waiting.remove(run)
+                        if not is_done(run):
+                            watch(run)
+                            payer.keep(run, _train_one(payer.spec_of(run), run, data, payer, progress))
+                            bar = bars(shown=progress)
+                            if bar.tasks and run.secret is None and not bar.console.is_terminal:
+                                note(bar, f"trained {run.name}")  # a file shows no bars
+            if waiting:
+                time.sleep(1)
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, payer: Payer, progress: bool | Progress) -> Record:
@@ -201,12 +233,29 @@ class Free:
     def spec_of(self, run: Run) -> Spec:
         return self._spec
 
+    @contextmanager
+    def claim(self, run: Run) -> Iterator[bool]:
+        folder = run.folder(self.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "claim").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with its process
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
     def keep(self, run: Run, record: Record) -> None:
         recorded.append(self.out, [record | self._also])
 
     def train(self, spec: Spec, run: Run, data: DataSet, made: Prepared, fitted: Callable[..., FitResult]) -> Record:
         plan, folder = made.plan, run.folder(self.out)
         by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
+        if by_train_loss and run.phase == "final" and spec.tuning_scale == 1:
+            # Then tuning is the same training with the same measurements.
+            tuned = find_record(recorded.read_records(self.out), replace(run, phase="tuning"))
+            if tuned is not None:
+                return tuned | {"phase": "final"}
         validated = run.phase == "tuning" and not by_train_loss
         # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
         recorder = RawRecorder(made.optimizer) if spec.run.diagnose and not validated else None
@@ -305,17 +354,22 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Pr
     data = open_folder(spec, out)
     if find_record(recorded.read_records(out), run) is not None:
         note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")
-    carry_out([run], Free(spec, out), data, progress)
+    carry_out([[run]], Free(spec, out), data, progress)
     return recorded.arranged(spec, recorded.read_records(out))
 
 
 def compare(
-    spec: Spec, out: Path, *, progress: bool | Progress = True, begin: Callable[[DataSet], None] | None = None
+    spec: Spec,
+    out: Path,
+    *,
+    progress: bool | Progress = True,
+    begin: Callable[[DataSet], None] | None = None,
+    jobs: int = 1,
 ) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     The records are in the order of the methods; out/runs.jsonl has that of the runs. Each training has its own ledger.
-    `begin` gets the data before the first training.
+    `begin` gets the data before the first training. `jobs` processes train at once, and each needs the memory of one.
     """
     data, tuning = open_folder(spec, out), spec.tuning
     if any(record["seed"] is None for record in recorded.read_records(out)):  # a private run, without a research seed
@@ -325,8 +379,36 @@ def compare(
         begin(data)
     with bars(shown=progress) as bar:
         payer = Free(spec, out, tuned_by=None if tuning is None else measurement_of(tuning.by))
-        carry_out(Research(spec, payer, bar).runs(), payer, data, bar)
+        research = Research(spec, payer, bar)
+        with _helpers(spec, out, jobs - 1):
+            carry_out(research.runs(), payer, data, bar, research.watch)
     return recorded.arranged(spec, recorded.read_records(out))
+
+
+@contextmanager
+def _helpers(spec: Spec, out: Path, count: int) -> Iterator[None]:
+    """Let further processes do runs of the same folder. If one ends early, the others do what it leaves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // (count + 1)))
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU
+    helpers = [
+        context.Process(target=_help, args=(spec, out, torch.get_num_threads()), daemon=True) for _ in range(count)
+    ]
+    for helper in helpers:
+        helper.start()
+    try:
+        yield
+    finally:
+        for helper in helpers:
+            helper.terminate()
+            helper.join()
+        torch.set_num_threads(threads)
+
+
+def _help(spec: Spec, out: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")  # the first process says the same
+    compare(spec, out, progress=False)
 
 
 class Research:
@@ -339,55 +421,47 @@ class Research:
         self._tried: set[tuple[str, Candidate]] = set()
         tuned = [method for method in spec.methods if spec.is_tuned(method)]
         planned = sum(len(spec.grid(method)) for method in tuned) * len(self._seeds)
-        self._task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
+        self._total, self._planned = planned + len(spec.methods) * len(spec.run.seeds), set[str]()
+        self._task = bar.add_task("runs", total=self._total, note="")
         if done := len(recorded.read_records(payer.out)):
             note(bar, f"already complete: {done:,} trainings in {payer.out}")
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[list[Run]]:
         """Yield the runs that tune the methods that share a grid, then those of each other one, and the final runs."""
         spec, extend = self._spec, self._spec.tuning is not None and self._spec.tuning.extend
         fair = [method for method in spec.methods if spec.is_tuned(method) and spec.shares_grid(method)]
-        for method in fair:
-            yield from self._runs(method, spec.grid(method), "tuning")
+        yield from self._together((method, spec.grid(method)) for method in fair)
         while fair and extend and (rates := wider(self._seen(), [m.name for m in fair], self._by)) is not None:
-            for method in fair:
-                more = dict.fromkeys(at_rate(candidate, rates[method.name]) for candidate in spec.grid(method))
-                yield from self._more(method, list(more))
+            more = [
+                (method, [at_rate(candidate, rates[method.name]) for candidate in spec.grid(method)]) for method in fair
+            ]
+            yield from self._together(more)
         for method in spec.methods:
             best = spec.grid(method)[0]
             if spec.is_tuned(method) and method not in fair:
-                yield from self._runs(method, spec.grid(method), "tuning")
+                yield from self._together([(method, spec.grid(method))])
                 grows = extend and not method.has_fixed_rate
                 while grows and (beyond := beyond_edge(self._seen(), method.name, self._by)) is not None:
-                    yield from self._more(method, [beyond])
+                    yield from self._together([(method, [beyond])])
             if spec.is_tuned(method):
                 best = best_candidate(self._seen(), method.name, self._by)
-            yield from self._runs(method, [best], "final")
+            yield from self._together([(method, [best])], "final")
 
-    def _runs(self, method: MethodTable, candidates: Iterable[Candidate], phase: Phase) -> Iterator[Run]:
-        for candidate in candidates:
-            self._tried.add((method.name, candidate))
-            for seed in self._spec.run.seeds if phase == "final" else self._seeds:
-                text = f"{phase}  {method.name}  {recorded.rate_text(candidate)}  seed {seed}"
-                self._bar.update(self._task, note=text)
-                run = Run(method, candidate, seed, phase)
-                self._reuse(run)
-                yield run
-                self._bar.advance(self._task)
+    def _together(
+        self, tried: Iterable[tuple[MethodTable, Iterable[Candidate]]], phase: Phase = "tuning"
+    ) -> Iterator[list[Run]]:
+        pairs = [(method, candidate) for method, candidates in tried for candidate in dict.fromkeys(candidates)]
+        self._tried |= {(method.name, candidate) for method, candidate in pairs}
+        seeds = self._spec.run.seeds if phase == "final" else self._seeds
+        batch = [Run(method, candidate, seed, phase) for method, candidate in pairs for seed in seeds]
+        self._planned |= {run.name for run in batch}
+        yield batch
 
-    def _more(self, method: MethodTable, candidates: Sequence[Candidate]) -> Iterator[Run]:
-        total = self._bar.tasks[self._task].total or 0
-        self._bar.update(self._task, total=total + len(candidates) * len(self._seeds))
-        yield from self._runs(method, candidates, "tuning")
-
-    def _reuse(self, run: Run) -> None:
-        # If tuning uses the training loss, both are the same training with the same measurements.
-        if run.phase == "tuning" or self._by != "train_loss" or self._spec.tuning_scale > 1:
-            return
-        records = recorded.read_records(self._payer.out)
-        tuned = find_record(records, replace(run, phase="tuning"))
-        if tuned is not None and find_record(records, run) is None:
-            self._payer.keep(run, tuned | {"phase": "final"})
+    def watch(self, run: Run) -> None:
+        """Show which run comes next, and how many are done, by any process."""
+        text = f"{run.phase}  {run.method.name}  {recorded.rate_text(run.candidate)}  seed {run.seed}"
+        done = len(recorded.read_records(self._payer.out))
+        self._bar.update(self._task, note=text, completed=done, total=max(self._total, len(self._planned)))
 
     def _seen(self) -> list[Record]:
         """Return the records that an uninterrupted comparison has here, so that a resumed one chooses alike."""

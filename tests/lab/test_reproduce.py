@@ -103,6 +103,27 @@ def test_every_item_runs_small(
     assert (tmp_path / "out" / "runs.jsonl").read_text().splitlines() == lines
 
 
+def test_processes_share_the_runs_of_a_folder(tmp_path: Path):
+    spec = check_spec(prepared("heavy-tail/fig2", smoke=True, methods=["DP-GDM"]), "fig2")
+    alone, shared = (
+        {
+            (r["phase"], r["seed"], str(candidate_of(r))): {
+                k: r[k] for k in r if k not in ("seconds", "examples_per_second")
+            }
+            for r in runner.compare(spec, tmp_path / str(jobs), progress=False, jobs=jobs)
+        }
+        for jobs in (1, 2)
+    )
+    assert alone == shared
+    assert len(read_records(tmp_path / "2")) == len(shared), "no run was done twice"
+    run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], 9, "tuning")
+    payer = runner.Free(spec, tmp_path / "2")
+    with payer.claim(run) as mine, payer.claim(run) as also_mine:
+        assert (mine, also_mine) == (True, False)
+    with payer.claim(run) as mine:
+        assert mine, "a claim ends with its process"
+
+
 @pytest.mark.usefixtures("some_tweets")
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 def test_a_table_sets_methods_of_items_side_by_side(tmp_path: Path):

@@ -110,6 +110,7 @@ def reproduce(
         float | None, typer.Option(min=0, help="Of this machine, to show the cost in money before the start.")
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to train; auto takes a GPU if there is one.")] = "auto",
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at once; each takes the memory of the trial.")] = 1,
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
@@ -153,6 +154,7 @@ def reproduce(
             smoke=smoke,
             so_far=so_far,
             device=device,
+            jobs=jobs,
             progress=not as_json,
             announce=None if as_json or smoke else announce,
             command=command_line(),

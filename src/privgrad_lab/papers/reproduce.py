@@ -46,6 +46,7 @@ def reproduce(
     smoke: bool = False,
     so_far: bool = False,
     device: Device = "auto",
+    jobs: int = 1,
     progress: bool = True,
     announce: Announce | None = None,
     command: str = "",
@@ -54,8 +55,8 @@ def reproduce(
 
     It writes to `out`: runs.jsonl (every run, or every measured step), table.json, table.txt, plots, and for a
     comparison the report. With `so_far`, nothing is run: the results of an interrupted comparison are shown. Each
-    training may be on another device: "auto" is a GPU where there is one. `announce` gets the name of each item, and
-    what its trainings will take, before they start.
+    training may be on another device: "auto" is a GPU where there is one. `jobs` processes train at once. `announce`
+    gets the name of each item, and what its trainings will take, before they start.
     """
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
@@ -63,8 +64,8 @@ def reproduce(
     if so_far and kind not in ("comparison", "table"):
         raise expected("reproduce", "--so-far", "to be given for a comparison only", f"the item {name}")
     if kind == "table":
-        own: Any = {"smoke": smoke, "so_far": so_far, "device": device, "progress": progress, "announce": announce}
-        found, table = _table(raw, out, **own)
+        own: Any = {"so_far": so_far, "progress": progress, "jobs": jobs}
+        found, table = _table(raw, out, smoke=smoke, device=device, announce=announce, **own)
     elif kind in _WHOLE:
         found, table = _WHOLE[kind](raw, out, progress=progress)
     else:
@@ -76,7 +77,7 @@ def reproduce(
                 found, table = _PROBES[kind](spec, probe, out, progress=progress)
         else:
             begin = None if announce is None else partial(_announced, announce, name, "", spec, out)
-            records = _records(spec, out, so_far=so_far, progress=progress, begin=begin)
+            records = _records(spec, out, so_far=so_far, begin=begin, progress=progress, jobs=jobs)
             found, table = _beside_paper(spec, records, stands_in_for)
             if recorded.in_phase(records, "final"):
                 from privgrad_lab.report.page import write_report  # matplotlib is slow to import
@@ -229,10 +230,10 @@ def _spec(raw: Mapping[str, Any], name: str, device: Device) -> Spec:
 
 
 def _records(
-    spec: Spec, out: Path, *, so_far: bool, progress: bool, begin: Callable[[DataSet], None] | None
+    spec: Spec, out: Path, *, so_far: bool, begin: Callable[[DataSet], None] | None, progress: bool, jobs: int
 ) -> list[Record]:
     if not so_far:
-        return compare(spec, out, progress=progress, begin=begin)
+        return compare(spec, out, progress=progress, begin=begin, jobs=jobs)
     recorded.require_same(out, recorded.describe(spec))
     if not (out / "spec.json").exists():
         raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
@@ -247,6 +248,7 @@ def _table(
     so_far: bool,
     device: Device,
     progress: bool,
+    jobs: int,
     announce: Announce | None,
 ) -> Found:
     # A row is an item on one data set, with the method and the paper's number, or text, for each column; "" is none. It
@@ -271,7 +273,7 @@ def _table(
         spec = _spec(base, item, device)
         folder = out / item.replace("/", "-")
         begin = None if announce is None else partial(_announced, announce, item, "", spec, folder)
-        records = _records(spec, folder, so_far=so_far, progress=progress, begin=begin)
+        records = _records(spec, folder, so_far=so_far, begin=begin, progress=progress, jobs=jobs)
         numbers, _ = _beside_paper(spec, records, None)
         cells: list[str] = []
         found[title] = {"stands_in_for": stands_in_for}
