@@ -52,8 +52,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "training": 2386,  # confidence of heads; shards, also saved; what processes have alike; rules for tables
     },
     "privgrad_lab": {
-        "(root)": 4060,  # trials, mixed precision, TF-IDF; old files rewritten; differences of seeds; numbers as labels
-        "cli": 645,  # `doctor --rewrite`; moves a folder aside; the metric by its name; a paper's item before its start
+        "(root)": 4110,  # trials, mixed precision, TF-IDF; old files rewritten; differences of seeds; numbers as labels
+        "cli": 648,  # `doctor --rewrite`; moves a folder aside; the metric by its name; a paper's item before its start
         "data": 2160,  # the papers' own data: StackOverflow, Amazon, CIFAR-100, ImageNet32, E2E, PTB by GPT-2's tokens
         "models": 368,  # the papers' own: WRN-16-4, the head of GPT-2, weights of N(0, 1)
         "papers": 1040,  # tables and methods on their own data, devices, what an item takes, the list of all figures

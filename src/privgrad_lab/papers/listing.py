@@ -20,7 +20,7 @@ def listing() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in items():
         raw = keys_of(name)
-        given = raw.get("given", {})
+        given, of = raw.get("given", {}), raw.get("data", {})
         is_large = "autocast" in given.get("run", {})
         state = "recorded" if raw.get("recorded") else "not run"
         state += ", stand-in" if raw.get("recorded") and (given or "stands_in_for" in raw) else ""
@@ -29,9 +29,9 @@ def listing() -> list[dict[str, Any]]:
                 "item": name,
                 "paper": name.partition("/")[0],
                 "shows": raw.get("shows", []),
-                "data": raw.get("data", {}).get("use", "its items'" if raw.get("kind") == "table" else "generated"),
+                "data": of.get("use", "its items'" if raw.get("kind") == "table" else "generated"),
                 "given": given.get("data", {}).get("use"),
-                "device": "CPU; GPU" if is_large else "CPU",
+                "device": ("CPU; GPU" if of["use"] != given["data"]["use"] else "GPU") if is_large else "CPU",
                 "hours": raw.get("hours"),
                 "state": "as its items" if raw.get("kind") == "table" else state,
             }
@@ -53,7 +53,7 @@ def listing_table() -> Table:
     for header in ("item", "shows", "data; --data", "device", "hours", "state"):
         table.add_column(header, no_wrap=header in ("item", "hours"), overflow="fold")
     for row in (row for row in rows if row["item"]):
-        data = "; ".join(filter(None, (row["data"], row["given"])))
+        data = "; ".join(dict.fromkeys(filter(None, (row["data"], row["given"]))))
         hours = "–" if row["hours"] is None else f"{row['hours']:g}"
         table.add_row(row["item"], _short(row["shows"]), data, row["device"], hours, row["state"])
     lines = [f"{row['paper']}, {row['shows'][0]}: {row['state']}" for row in rows if not row["item"]]
