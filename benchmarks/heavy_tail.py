@@ -81,11 +81,9 @@ class _FullBatches(runner.Free):
             return result
 
         record = super().train(spec, run, data, made, fit)
-        return record | {
-            "epsilon": math.inf,  # of a fixed seed
-            "raw_clip_fraction": sum(clipped) / len(clipped),
-            "trained_by": "benchmarks.heavy_tail",
-        }
+        if clipped:  # else the record is that of the tuning
+            record |= {"raw_clip_fraction": sum(clipped) / len(clipped), "trained_by": "benchmarks.heavy_tail"}
+        return record | {"epsilon": math.inf}  # of a fixed seed
 
 
 def main() -> None:
@@ -101,7 +99,8 @@ def main() -> None:
     data = runner.open_folder(spec, given.out)
     payer = _FullBatches(spec, given.out, tuned_by=measurement_of(spec.tuning.by))
     with bars(shown=True) as bar:
-        runner.carry_out(runner.Research(spec, payer, bar).runs(), payer, data, bar)
+        research = runner.Research(spec, payer, bar)
+        runner.carry_out(research.runs(), payer, data, bar, research.watch)
 
 
 if __name__ == "__main__":
