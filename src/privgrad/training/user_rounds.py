@@ -27,7 +27,7 @@ class UserRounds:
     """The rounds of a plan for users. The host sends the model to a round's users and brings their updates.
 
     `ids` are what the host calls the users: n different ones, the i-th of user i. Errors and warnings begin with the
-    public `function` and name the users' ids as `places` does.
+    public `function` and call the ids `places`; `form` says what users send.
 
     Privacy:
         The guarantee of PrivateGradient, for users: a round is charged before its model is returned. An update counts
@@ -44,11 +44,12 @@ class UserRounds:
         ledger: Ledger | str | os.PathLike[str] | None,
         ids: Sequence[Any] | None,
         places: str,
+        form: str = "send w - w_last, while FedAvg's clients send w_last",
     ) -> None:
-        self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=ReportedUpdate(), ledger=ledger)
+        self.private_grad = PrivateGradient(model, no_loss, plan, perturb=ReportedUpdate(), ledger=ledger)
         self.private_step = ExternalLoopStep(function, model, self.private_grad, optimizer)
         self.model, self.optimizer, self.plan = model, optimizer, plan
-        self._function, self._places = function, places
+        self._function, self._places, self._form = function, places, form
         self.ids = None if ids is None else self._require_ids(ids)
         self._draws: Iterator[Batch] | None = None
         self._lost = list[str]()  # why no update counted, of each of the last rounds in a row
@@ -67,7 +68,7 @@ class UserRounds:
         """Draw the users of the next round; raise BudgetExceededError if all are done, or were not resumed."""
         if len(self._lost) >= _PATIENCE:
             got = f"{len(self._lost)} rounds in a row without one ({self._lost[-1]})"
-            remedy = "repair this and resume with load_state_dict, or begin again with a new ledger"
+            remedy = "repair this and resume from the last state, or begin again with a new ledger"
             raise expected(self._function, "users", "to send updates that count", got, remedy)
         if self._draws is None:
             self.private_step.require_unspent()
@@ -142,8 +143,7 @@ class UserRounds:
         near = sum(float(p.square().sum()) for p in parameters.values()) / 4
         left = [sum(float((p - one[name]).square().sum()) for name, p in parameters.items()) for one in updates]
         if 2 * sum(one < near for one in left) > len(updates):
-            told = "most updates are near the weights themselves; send w - w_last, while FedAvg's clients send w_last"
-            self.warn_once("weights", told)
+            self.warn_once("weights", f"most updates are near the weights themselves; {self._form}")
 
     def _require_ids(self, ids: Sequence[Any]) -> tuple[Any, ...]:
         """Raise PrivacyError unless each user has one id: with two, a user would contribute twice what is charged."""
@@ -170,5 +170,6 @@ def checked_update(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor
     return {name: values[name].to(p) for name, p in parameters.items()}  # PrivateGradient clips it
 
 
-def _no_loss(model: nn.Module, batch: Any) -> Tensor:
-    raise NotImplementedError  # never called: ReportedUpdate computes no loss
+def no_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Raise an error: ReportedUpdate computes no loss, and this one stands in its place."""
+    raise NotImplementedError
