@@ -245,7 +245,7 @@ class PrivacyNoise(DXOFilter):
         kind = from_shareable(shareable).data_kind
         if kind != DataKind.WEIGHT_DIFF:
             remedy = "send differences: ScriptRunner(..., params_transfer_type=TransferType.DIFF)"
-            raise expected("PrivacyNoise", "a task's result", f"to be {DataKind.WEIGHT_DIFF}", kind, remedy)
+            raise expected("PrivacyNoise", "a task's result", "to be DataKind.WEIGHT_DIFF", kind, remedy)
         return super().process(shareable, fl_ctx)
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
@@ -330,6 +330,10 @@ class PrivateSite:
         collate: Collate | None = None,
         **private_options: Any,
     ) -> None:
+        if plan.delta is None:
+            raise expected(
+                "PrivateSite", "plan", "to have a delta, for the statement", None, "give the plan delta=1e-5"
+            )
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         ledger = Ledger(self._folder / _LEDGER)
