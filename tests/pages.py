@@ -419,11 +419,7 @@ GIVEN = {
     "docs/scikit-learn.md": Given(packages=("pandas", "sklearn"), check=_search_has_learned),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
-    "docs/nvflare.md": Given(
-        names={"": _nvflare},
-        smaller={"/secure": "secure"},
-        packages=("nvflare",),
-    ),
+    "docs/nvflare.md": Given(names={"": _nvflare}, smaller={"/secure": "secure"}, packages=("nvflare",)),
     "docs/guide.md": Given(
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},

@@ -1,4 +1,5 @@
 """The jobs that test_nvflare runs in NVFlare's simulator: this file starts them, and each site runs it too."""
+# pyright: reportMissingImports=false
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
 """NVFlare's bridge: private rounds, the noise filter and private sites, in one process and in its simulator."""
+# pyright: reportMissingImports=false
 
 import json
 import logging
@@ -155,7 +156,7 @@ def test_epsilon_by_round_stands_with_the_results_on_public_data(tmp_path: Path)
     assert all("at delta 0.001, accuracy 0.5" in line for line in told)
     assert [event.metrics for event in controller.events] == [{"epsilon": r["epsilon"], "accuracy": 0.5} for r in rows]
     statement = (tmp_path / "released" / "statement.txt").read_text()
-    assert "one person stands for one of 3 sites" in statement
+    assert "one person is one of 3 sites" in statement
     assert json.loads((tmp_path / "released" / "statement.json").read_text())["numbers"]["releases"] == 3
 
 

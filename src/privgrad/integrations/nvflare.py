@@ -45,7 +45,7 @@ from privgrad.training.user_rounds import UserRounds, checked_update, no_loss
 from privgrad.types import LossFunction
 
 _POLL = 1.0  # seconds between queries for the connected sites
-_NORM, _TRAINED = "max_update_norm", "trained"  # what a site is told with the model
+_NORM, _TRAINED = "max_update_norm", "trained"  # sent to a site with the model
 _EPSILON = "epsilon"
 _LEDGER, _CHECKPOINT, _ROUNDS, _RELEASED = "ledger.jsonl", "checkpoint.pt", "rounds.jsonl", "released"
 _TYPES = "params_type=FULL is for w_last, and DIFF for w_last - w"
@@ -134,9 +134,7 @@ class PrivateController(ModelController):
                 self.info(f"The plan's {self._plan.steps} rounds are spent.")
             if ledger.releases:
                 # A statement speaks of people.
-                about = About(
-                    data=f"one person stands for one of {self._plan.num_examples} sites, with all its records"
-                )
+                about = About(data=f"one person is one of {self._plan.num_examples} sites, with all its records")
                 save(self._model, folder / _RELEASED, ledger=ledger, about=about, overwrite=True)
         finally:
             ledger.close()
@@ -261,7 +259,7 @@ class PrivacyNoise(DXOFilter):
     def _released(self, site: str, update: Mapping[str, Tensor]) -> tuple[dict[str, np.ndarray], float]:
         if site not in self._states:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
-            # Names of parameters must not have dots, so places stand for them, in the order of the first update.
+            # Names of parameters must not have dots: here they are numbers, in the order of the first update.
             held = nn.ParameterList([torch.zeros(value.shape) for value in update.values()])
             ledger = Path(self._folder) / f"{site}.jsonl"
             private_grad = PrivateGradient(held, no_loss, self._plan, perturb=ReportedUpdate(), ledger=ledger)
@@ -280,7 +278,7 @@ class PrivacyNoise(DXOFilter):
         ledger = private_grad.ledger
         data = TensorDataset(torch.zeros(1))
         batch = next(iter(self._plan.batches(data, start=min(ledger.next_step, self._plan.steps - 1))))
-        # What is not finite counts as zero, and gets noise as well.
+        # Values that are not finite count as zero, and get noise as well.
         examples = {f"{place}": update[name][None].float() for place, name in enumerate(names)}
         gradient = private_grad(replace(batch, examples=examples, size=1))
         noised = {name: gradient.tensors[f"{place}"].numpy() for place, name in enumerate(names)}
