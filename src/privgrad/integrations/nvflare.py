@@ -173,7 +173,7 @@ class PrivateController(ModelController):
         numbers = {"round": number, _EPSILON: epsilon, "delta": self._plan.delta, **public}
         with (folder / _ROUNDS).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(numbers)}\n")
-        shown = [f"epsilon {rounded_up(epsilon, 4)} at delta {self._plan.delta:g}"]
+        shown = [f"epsilon {rounded_up(epsilon, 4)} at delta {rounded_up(self._plan.delta)}"]
         shown += [f"{name} {value:g}" for name, value in public.items()]
         self.info(f"Round {number} of {self._plan.steps}: {', '.join(shown)}")
         result = FLModel(params={}, metrics={_EPSILON: epsilon, **public}, current_round=number)
@@ -253,7 +253,9 @@ class PrivacyNoise(DXOFilter):
         site = (peer if is_server and peer is not None else fl_ctx).get_identity_name()
         with self._turn:
             released, epsilon = self._released(site, update)
-        self.log_info(fl_ctx, f"{site}: noise added, epsilon {rounded_up(epsilon, 4)} at delta {self._plan.delta:g}")
+        self.log_info(
+            fl_ctx, f"{site}: noise added, epsilon {rounded_up(epsilon, 4)} at delta {rounded_up(self._plan.delta)}"
+        )
         return DXO(DataKind.WEIGHT_DIFF, data=released)  # without metrics and numbers of examples
 
     def _released(self, site: str, update: Mapping[str, Tensor]) -> tuple[dict[str, np.ndarray], float]:
