@@ -1,5 +1,5 @@
 """A bridge to NVFlare: a workflow of private rounds, a filter that adds noise, and a site that trains privately."""
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportOptionalMemberAccess=false
 # NVFlare is not among the packages of the development environment.
 
 import hashlib
