@@ -251,6 +251,8 @@ class PrivacyNoise(DXOFilter):
         peer = fl_ctx.get_peer_context()
         is_server = fl_ctx.get_process_type() in (ProcessType.SERVER_JOB, ProcessType.SERVER_PARENT)
         site = (peer if is_server and peer is not None else fl_ctx).get_identity_name()
+        assert isinstance(site, str)  # NVFlare names its sites
+        assert self._plan.delta is not None  # for_users asks for it
         with self._turn:
             released, epsilon = self._released(site, update)
         self.log_info(
