@@ -81,7 +81,7 @@ rounding: $(VENV)/installed
 	done
 
 slow: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --group ray --group quantized
+	$(BIN)/python -m pip install --quiet --group ray --group quantized --group nvflare
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest tests/engine/test_adapters.py # some need a quantized base
 

@@ -165,6 +165,13 @@ def _flower() -> dict[str, Any]:
     return {"make_model": make_model, "loss_fn": loss_fn, "data_of": None, "registered": None}
 
 
+def _nvflare() -> dict[str, Any]:
+    from nvflare_job import Net
+
+    Path("client.py").write_text("")
+    return {"Net": Net, "loss_fn": loss_fn, "data": make_data()}
+
+
 def _sentences() -> dict[str, Any]:
     """The page's texts of three classes, which begin with different letters, and a small encoder."""
     texts = ["abc"[k % 3] * 9 + f" text {k}" for k in range(80)]
@@ -412,6 +419,7 @@ GIVEN = {
     "docs/scikit-learn.md": Given(packages=("pandas", "sklearn"), check=_search_has_learned),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
+    "docs/nvflare.md": Given(names={"": _nvflare}, smaller={"/secure": "secure"}, packages=("nvflare",)),
     "docs/guide.md": Given(
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},

@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3019,  # rows of a person; casts in double precision; the function that hides a parameter
         "heads": 1602,  # confidence of two classes; counts; models of a table; a search within one epsilon
-        "integrations": 2157,  # a start from a private head, plans by numbers, what was spent; losses of heads; nodes
+        "integrations": 2535,  # NVFlare; a start from a private head, plans by numbers, what was spent; losses of heads
         "ledger": 1534,  # ordinary steps, or steps that move nothing; a budget reads each line back; epochs are whole
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
         "statement": 975,  # weights that others moved; rows of a person, plans at once; epochs, trade-off curves, NIST
-        "training": 2386,  # confidence of heads; shards, also saved; what processes have alike; rules for tables
+        "training": 2565,  # confidence; rounds of users, from integrations; shards of a model, also saved; rules
     },
     "privgrad_lab": {
         "(root)": 4110,  # trials, mixed precision, TF-IDF; old files rewritten; differences of seeds; numbers as labels

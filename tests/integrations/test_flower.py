@@ -265,7 +265,7 @@ def test_it_waits_for_a_node_a_user_and_takes_no_others(monkeypatch: pytest.Monk
     grid.get_node_ids = lambda: next(looks, grid.nodes)
     strategy = make_strategy(make_plan())
     strategy.configure_train(1, strategy.arrays, ConfigRecord(), grid)
-    assert strategy._nodes == tuple(grid.nodes)
+    assert strategy._rounds.ids == tuple(grid.nodes)
     strategy = make_strategy(make_plan())
     with pytest.raises(pg.PrivacyError, match="to be 8 different ids"):
         start(strategy, DirectGrid(nodes=USERS + 1))
@@ -535,12 +535,12 @@ def test_a_run_that_resumes_within_an_epoch_keeps_the_users_of_its_nodes(tmp_pat
     plan = make_plan(sampling="epochs", rounds=6, seed=None)
     strategy = make_strategy(plan, ledger=tmp_path / "ledger.jsonl")
     strategy.start(DirectGrid(echo), strategy.arrays, num_rounds=1)
-    state, nodes = strategy.state_dict(), strategy._nodes
+    state, nodes = strategy.state_dict(), strategy._rounds.ids
     strategy.private_grad.ledger.close()
     assert nodes is not None
     resumed = make_strategy(plan, ledger=tmp_path / "ledger.jsonl")
     resumed.load_state_dict(state | {"nodes": list(nodes)})
-    assert resumed._nodes == nodes
+    assert resumed._rounds.ids == nodes
     resumed.private_grad.ledger.close()
     other = make_strategy(plan, ledger=tmp_path / "ledger.jsonl", nodes=nodes[::-1])
     with pytest.raises(pg.PrivacyError, match="nodes to be those of the run that is resumed"):

@@ -153,9 +153,16 @@ def earlier_rounds_too(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
     return answers
 
 
-def everyone_asked(real: Any, strategy: Any) -> Any:
-    users = torch.arange(strategy._plan.num_examples)
-    return replace(real(strategy), examples=(users,), size=len(users))
+def everyone_asked(patch: Patch) -> None:
+    from privgrad.training.user_rounds import UserRounds
+
+    real = UserRounds.draw
+
+    def wrong(rounds: UserRounds) -> Any:
+        users = torch.arange(rounds.plan.num_examples)
+        return replace(real(rounds), examples=(users,), size=len(users))
+
+    patch.setattr(UserRounds, "draw", wrong)
 
 
 def weighed_by_reports(patch: Patch) -> None:
@@ -251,7 +258,7 @@ USERS = [
     ),
     Mutant(
         "Flower: all are asked, for the price of a cohort",
-        flowers("_draw", everyone_asked),
+        everyone_asked,
         "test_flower.test_the_plan_draws_the_cohorts_and_each_node_is_one_user",
     ),
     Mutant(

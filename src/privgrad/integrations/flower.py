@@ -3,10 +3,7 @@
 import os
 import secrets
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +13,20 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from privgrad.errors import BudgetExceededError, did_you_mean, expected
+from privgrad.errors import did_you_mean, expected
 from privgrad.gradient.transform import Preconditioner
 from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.perturb.local_training import LocalUpdate, ReportedUpdate, local_update
+from privgrad.perturb.local_training import LocalUpdate, local_update
 from privgrad.plan import PrivacyPlan
-from privgrad.private_gradient import PrivateGradient
-from privgrad.training.external_loop import Conflict, ExternalLoopStep, refuse
+from privgrad.training.external_loop import Conflict, refuse
+from privgrad.training.user_rounds import UserRounds, checked_update
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
 _ROUND, _USER, _NORM, _NONCE, _TRAINED = "round", "user", "max-update-norm", "nonce", "trained"
 _POLL = 1.0  # seconds between queries for the connected nodes
-_PATIENCE = 10  # rounds in a row in which no user's update counts: they spend epsilon on noise alone
 _OPTIONS = ("ledger", "nodes", "raw_metrics")
 _COHORT = "give the plan num_users and expected_cohort_size"
 _EVALUATE = "evaluate on public data with start's evaluate_fn"
@@ -100,16 +95,12 @@ class PrivateStrategy(Strategy):
         ways = {name: _INSTEAD.get(name) or did_you_mean(name, _OPTIONS, "leave it out") for name in others}
         ways |= {name: _INSTEAD[name] for name in overridden}
         refuse("PrivateStrategy", [Conflict(name, f"for {name}, {way}") for name, way in ways.items()])
-        self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=ReportedUpdate(), ledger=ledger)
-        self.private_step = ExternalLoopStep("PrivateStrategy", model, self.private_grad, optimizer)
-        self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._nodes = None if nodes is None else _require_nodes(nodes, plan)
+        self._rounds = UserRounds("PrivateStrategy", model, optimizer, plan, ledger=ledger, ids=nodes, places="nodes")
+        self.private_grad = self._rounds.private_grad
+        self._model, self._plan = model, plan
         self._raw_metrics = tuple(raw_metrics)
-        self._draws: Iterator[Batch] | None = None
         self._drawn: Batch | None = None
         self._sent = dict[int, Metadata]()  # metadata of this round's messages, by user
-        self._lost = list[str]()  # why no update counted, of each of the last rounds in a row
-        self._warned = set[str]()
 
     @property
     def arrays(self) -> ArrayRecord:
@@ -120,24 +111,25 @@ class PrivateStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return one message for each connected user in the plan's draw."""
-        if len(self._lost) >= _PATIENCE:
-            got = f"{len(self._lost)} rounds in a row without one ({self._lost[-1]})"
-            remedy = "repair this and resume with load_state_dict, or begin again with a new ledger"
-            raise expected("PrivateStrategy", "users", "to send updates that count", got, remedy)
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        if self._nodes is None:
-            while len(nodes := sorted(grid.get_node_ids())) < self._plan.num_examples:
-                time.sleep(_POLL)
-            self._nodes = _require_nodes(nodes, self._plan)
-        self._drawn = drawn = self._draw()
+        nodes = self._rounds.ids
+        while nodes is None and len(list(grid.get_node_ids())) < self._plan.num_examples:
+            time.sleep(_POLL)
+        nodes = nodes or self._rounds.settle([*grid.get_node_ids()])
+        self._drawn = drawn = self._rounds.draw()
         self._sent = {}
         online = set(grid.get_node_ids())
         # Flower counts rounds from each start; the plan counts them over the whole run.
-        public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm, _TRAINED: [*self._trained()]}
+        public = {
+            **config,
+            _ROUND: drawn.sampling.step,
+            _NORM: self._plan.max_grad_norm,
+            _TRAINED: [*self._rounds.trained()],
+        }
         messages: list[Message] = []
         users: list[int] = drawn.examples[0].tolist()
         for user in users:
-            if (node := self._nodes[user]) in online:
+            if (node := nodes[user]) in online:
                 # A message's id is a hash of its content: because of the nonce, only the receiver can compute it.
                 own = ConfigRecord({**public, _USER: user, _NONCE: secrets.token_hex(16)})
                 content = RecordDict({_ARRAYS: arrays, _CONFIG: own})
@@ -153,20 +145,12 @@ class PrivateStrategy(Strategy):
             remedy = "let start() run the rounds, and call super().configure_train in an override of it"
             raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
         batch, self._drawn = self._drawn, None
-        answers, parameters = self._answers(replies), self._trained()
-        updates: list[dict[str, Tensor]] = []
-        lost: list[str] = []  # why the others' do not count
+        answers, parameters = self._answers(replies), self._rounds.trained()
+        found: list[dict[str, Tensor] | str] = []
         for user in sorted(batch.examples[0].tolist()):  # a sum's rounding depends on the order
             away = "no reply in time" if user in self._sent else "not connected"
-            update = _update(answers[user], parameters) if user in answers else away
-            updates.append(update) if isinstance(update, dict) else lost.append(update)
-        self._suspect(updates, lost)
-        rows = {
-            name: torch.stack([update[name] for update in updates]) if updates else p.new_zeros(0, *p.shape)
-            for name, p in parameters.items()
-        }
-        self.private_step.release(replace(batch, examples=rows, size=len(updates)))
-        self._optimizer.step(grad=self.private_step.take())
+            found.append(_update(answers[user], parameters) if user in answers else away)
+        self._rounds.release(batch, found)
         return self.arrays, self._raw_means([reply for reply in answers.values() if reply.has_content()])
 
     def configure_evaluate(
@@ -183,65 +167,11 @@ class PrivateStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a later run needs to resume, in addition to the ledger: post-processing, no keys."""
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "private_step": self.private_step.state_dict(),
-            "nodes": self._nodes,  # in an epoch, a user with another number could be in two rounds
-        }
+        return self._rounds.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of this run and ledger. Rounds that were charged after it stay spent."""
-        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        nodes = state.get("nodes") and tuple(state["nodes"])  # a format of files may make it a list
-        if self._plan.sampling == "epochs" and None not in (nodes, self._nodes) and nodes != self._nodes:
-            got = f"{len(self._nodes or ())} ids that differ, or in another order"
-            raise expected("PrivateStrategy", "nodes", "to be those of the run that is resumed", got, "leave them out")
-        self._nodes = self._nodes or nodes
-        self._draws, self._lost = self._begin(), []
-
-    def _trained(self) -> dict[str, Tensor]:  # parameters by name
-        return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
-
-    def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
-        """Warn once if no update of a round counts, and once if most look like weights, as FedAvg's clients send."""
-        # A small cohort of users who are offline, or a local training that brings the weights near 0, warns wrongly.
-        if updates:
-            self._lost = []
-        elif reasons:
-            self._lost.append(", ".join(f"{number} x {reason}" for reason, number in Counter(reasons).most_common(3)))
-            told = f"no user's update counts in this round, which adds noise only and is charged ({self._lost[-1]})"
-            self._warn_once("none counts", told)
-        # An update that would move the weights to less than half of their length may be weights.
-        parameters = self._trained()
-        near = sum(float(p.square().sum()) for p in parameters.values()) / 4
-        left = [sum(float((p - one[name]).square().sum()) for name, p in parameters.items()) for one in updates]
-        if 2 * sum(one < near for one in left) > len(updates):
-            told = "most updates are near the weights themselves; send w - w_last, while FedAvg's clients send w_last"
-            self._warn_once("weights", told)
-
-    def _warn_once(self, topic: str, told: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(f"PrivateStrategy: {told}", stacklevel=3)
-
-    def _begin(self) -> Iterator[Batch]:
-        """Return the plan's draws of users, from the next round on."""
-        users = TensorDataset(torch.arange(self._plan.num_examples))
-        key = self.private_grad.ledger.epoch_key
-        return self._plan.batches(users, start=self.private_grad.state_dict()["step"], epoch_key=key)
-
-    def _draw(self) -> Batch:
-        """Draw the users of the next round; raise BudgetExceededError if all are done, or were not resumed."""
-        if self._draws is None:
-            self.private_step.require_unspent()
-            self._draws = self._begin()
-        for batch in self._draws:
-            return batch
-        condition, remedy = f"to be at most the plan's {self._plan.steps}", "start with num_rounds=plan.steps"
-        raise expected("PrivateStrategy", "rounds", condition, self._plan.steps + 1, remedy, BudgetExceededError)
+        self._rounds.load_state_dict(state)
 
     def _answers(self, replies: Iterable[Message]) -> dict[int, Message]:
         """Return the first reply to each of this round's messages, by user."""
@@ -268,7 +198,7 @@ class PrivateStrategy(Strategy):
                 means[f"raw_{name}"] = sum(numbers) / len(numbers)
             elif answers:
                 told = f"no reply reports {name!r} of raw_metrics; client_app reports none, an app of your own can"
-                self._warn_once(f"raw_{name}", told)
+                self._rounds.warn_once(f"raw_{name}", told)
         return MetricRecord(means) if means else None
 
 
@@ -322,15 +252,6 @@ def client_app(
     return app
 
 
-def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
-    """Raise PrivacyError unless each user has one node: with two, a user would contribute twice what is charged."""
-    if not len(set(nodes)) == len(nodes) == plan.num_examples:
-        condition = f"to be {plan.num_examples} different ids, one for each user"
-        got = f"{len(nodes)} ids, {len(set(nodes))} of them different"
-        raise expected("PrivateStrategy", "nodes", condition, got, "give them in the order of the users")
-    return tuple(nodes)
-
-
 def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
     """Return the one update of these parameters that a reply holds, or why it holds none; never raise."""
     if reply.has_error():  # its text may quote data
@@ -340,19 +261,4 @@ def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
         values = {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
     except Exception:  # untrusted bytes may raise anything
         return "not one readable ArrayRecord"
-    if values.keys() != parameters.keys():
-        more, missing = sorted(values.keys() - parameters.keys()), sorted(parameters.keys() - values.keys())
-        return f"names that the server does not train {more[:3]} and missing names {missing[:3]}"
-    for name, p in parameters.items():
-        if not values[name].is_floating_point() or values[name].shape != p.shape:
-            got = f"{tuple(values[name].shape)} of {values[name].dtype}"
-            return f"{name!r} of shape {got}, not {tuple(p.shape)} of floating-point numbers"
-    if not all(bool(value.isfinite().all()) for value in values.values()):
-        return "an update that is not finite"
-    if not any(bool(value.any()) for value in values.values()):
-        return "an update of zero, from no examples or a local training that diverged"
-    return {name: values[name].to(p) for name, p in parameters.items()}  # PrivateGradient clips it
-
-
-def _no_loss(model: nn.Module, batch: Any) -> Tensor:
-    raise NotImplementedError  # never called: ReportedUpdate computes no loss
+    return checked_update(values, parameters)
