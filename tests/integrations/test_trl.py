@@ -37,7 +37,7 @@ COUNT = 24
 WORDS = [f"w{number}" for number in range(20)]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
-    pytest.mark.filterwarnings("ignore:.*(return_outputs|gradient_checkpointing).*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*`return_outputs=True`.*:FutureWarning"),
 ]
 BUDGET: dict[str, Any] = {"target_epsilon": 8.0, "delta": 1e-2, "num_examples": COUNT}
 
@@ -217,6 +217,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "several": ("dpo", {"loss_type": ["sigmoid", "sft"]}, r"loss_type=\['sigmoid', 'sft'\]; give one of"),
     "weights": ("dpo", {"use_weighting": True}, "use_weighting=True; set use_weighting=False"),
     "offloading": ("sft", {"activation_offloading": True}, "activation_offloading=True; set"),
+    "selective": ("sft", {"gradient_checkpointing_kwargs": {"selective": True}}, "with selective; leave it out"),
     "accumulated": ("sft", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2; set"),
 }
 

@@ -59,6 +59,8 @@ class _PrivateTRL(PrivateTrainer):
             yield Conflict("a plan for persons", remedy)
         if args.max_length is None:
             yield Conflict("max_length=None", "give a public max_length: each row is cut or padded to it")
+        if (args.gradient_checkpointing_kwargs or {}).get("selective"):
+            yield Conflict("gradient_checkpointing_kwargs with selective", "leave it out; gradient_checkpointing stays")
         args.pad_to_multiple_of = args.pad_to_multiple_of or args.max_length
         yield from changed_values(
             args,
