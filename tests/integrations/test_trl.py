@@ -37,7 +37,7 @@ COUNT = 24
 WORDS = [f"w{number}" for number in range(20)]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
-    pytest.mark.filterwarnings("ignore:.*`return_outputs=True`.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*(return_outputs|gradient_checkpointing).*:FutureWarning"),
 ]
 BUDGET: dict[str, Any] = {"target_epsilon": 8.0, "delta": 1e-2, "num_examples": COUNT}
 

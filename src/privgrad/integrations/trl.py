@@ -34,7 +34,7 @@ _PAIRS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {  # (ratios, cou
 
 
 class _PrivateTRL(PrivateTrainer):
-    """What both trainers share."""
+    """The base of both trainers: public lengths, and what TRL prepares."""
 
     _default_collator: ClassVar[Any] = None  # TRL makes its own
     _config: ClassVar[type[Any]]
