@@ -1,7 +1,7 @@
 """Fine-tune a language model on prompts and completions privately; the loss counts the completions alone.
 
-Shows   PrivateTrainer with the rows that TRL's SFTTrainer takes, {"prompt": ..., "completion": ...}. SFTTrainer itself
-        counts and logs private tokens, so it is refused. The collator pads to a public length.
+Shows   PrivateTrainer with the rows that TRL's SFTTrainer takes, {"prompt": ..., "completion": ...}, without TRL. With
+        TRL, take PrivateSFTTrainer of privgrad.integrations.trl. The collator pads to a public length.
 Needs   pip install '.[hf]'. Nothing is downloaded. The model is a small GPT-2 with random weights, which learns the
         first line of the documentation of a function from its name, byte by byte. In real use, take the ids from
         tokenizer.apply_chat_template, and start from GPT2LMHeadModel.from_pretrained(...). Thirty seconds.

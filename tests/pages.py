@@ -180,6 +180,19 @@ def _sentences() -> dict[str, Any]:
     return _encoder() | held | {"texts": texts[:60], "labels": labels[:60]}
 
 
+def _language_model() -> dict[str, Any]:
+    from test_trl import pairs, smol, texts, tokenizer
+
+    return {"model": smol(), "tokenizer": tokenizer(), "rows": texts(), "pairs": pairs()}
+
+
+def _both_adapters_are_stated(names: dict[str, Any], printed: str) -> None:
+    """Pairs kept to their budget, and the adapter of texts is published with its epsilon."""
+    assert names["trainer"].epsilon <= names["budget"]["target_epsilon"]
+    assert "epsilon" in Path("published/README.md").read_text()
+    assert Path("published/adapter_model.safetensors").exists()
+
+
 def _tickets() -> dict[str, Any]:
     """The page's tickets of 50 customers, two for most of them."""
     from test_huggingface import bert, texts
@@ -435,6 +448,12 @@ GIVEN = {
         smaller={'"minilm"': '"encoder"', "2000": "60", "1e-4": "1e-2", '"trained", ': '"trained", use_cpu=True, '},
         packages=("accelerate", "peft", "transformers"),
         check=_head_and_trainer_state_what_they_cost,
+    ),
+    "docs/language-models.md": Given(
+        names={"": _language_model, "Pairs of answers": _language_model},
+        smaller={"2000": "24", "1e-4": "1e-2", "max_length=64": "max_length=8, use_cpu=True, bf16=False, report_to=[]"},
+        packages=("accelerate", "peft", "trl"),
+        check=_both_adapters_are_stated,
     ),
     "docs/integrations.md": Given(
         names={"Several texts per person": _tickets, "Lightning": _lightning},

@@ -2,13 +2,13 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,17 +146,18 @@ class PrivateTrainer(Trainer):
             "PrivateTrainer",
             arguments.epoch_conflicts(args, plan),
             arguments.step_conflicts(settled, plan),
+            self._host_conflicts(settled, plan),
             arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
             arguments.selection_conflicts(args, callbacks, optimizers, selection_data),
             arguments.evaluation_conflicts(train_dataset, trainer_options.get("eval_dataset")),
             arguments.option_conflicts(
-                type(self), PrivateTrainer, loss_fn, data_collator, private_options, trainer_options
+                type(self), (PrivateTrainer, *self._hosts), loss_fn, data_collator, private_options, trainer_options
             ),
         )
         arguments.log_replaced(args, plan)
         ask_about_rows(train_dataset, plan.num_examples, plan.privacy_unit)
         self._noise_step, self._plan = noise_step, plan
-        self._losses = models.losses_of(model) if loss_fn is None else loss_fn
+        self._losses = self._default_losses(model) if loss_fn is None else loss_fn
         self._own_loss = loss_fn is None or plan.privacy_unit == "user"  # a row of evaluation data is no person
         self._selection_data = selection_data
         super().__init__(
@@ -164,9 +165,11 @@ class PrivateTrainer(Trainer):
             args=settled,
             train_dataset=train_dataset,
             optimizers=cast(Any, optimizers),
-            data_collator=default_data_collator if data_collator is None else data_collator,
+            data_collator=self._default_collator if data_collator is None else data_collator,
             **trainer_options,
         )
+        model = cast(nn.Module, self.model)  # TRL loads models by name, and adds adapters
+        self._make_ready(model)
         self.optimizer = self.create_optimizer() or self.optimizer  # a subclass may return nothing
         refuse("PrivateTrainer", arguments.rate_conflicts(self.optimizer, noise_step))
         # The Trainer calls it again when training begins, and a subclass may make another one each time.
@@ -187,6 +190,24 @@ class PrivateTrainer(Trainer):
                 folder = Path(cast(str, self.args.output_dir)) / "runs" / time.strftime("%b%d_%H-%M-%S")
                 callback.logging_dir = str(folder)
 
+    _hosts: ClassVar[tuple[type[Trainer], ...]] = ()  # bases of a subclass whose methods suit the private step
+    _default_collator: ClassVar[Any] = staticmethod(default_data_collator)
+
+    def _default_losses(self, model: nn.Module) -> models.Losses:
+        """Return the loss of each example, for a training without loss_fn."""
+        return models.losses_of(model)
+
+    def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterable[Conflict]:
+        """Return the conflicts of arguments that only a subclass has; it may settle them."""
+        return ()
+
+    def _make_ready(self, model: nn.Module) -> None:
+        """Change or refuse the model and the data that the constructor of a base class has prepared."""
+
+    def _train_collate(self) -> Collate:
+        """Return the function that makes the columns of a training batch, with one row per example."""
+        return _Columns(cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training")))
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
         if cast(object, self.optimizer) is None:
@@ -199,8 +220,7 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
-        collate = _Columns(cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training")))
-        return DataLoader(_Epoch(self, collate), batch_size=None)
+        return DataLoader(_Epoch(self, self._train_collate()), batch_size=None)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -294,9 +314,9 @@ class PrivateTrainer(Trainer):
         arguments.tell("steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples.")
         if self._layer is not None and self._head_plan is not None and not is_resumed:
             arguments.tell("a private head on the states of all examples comes first, for half of epsilon.")
-            collate = _Columns(cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training")))
+            collate, folder = self._train_collate(), self._head_folder
             self._head_ledger = start.start_from_head(
-                model, self._layer, self.train_dataset, collate, self._head_plan, self._head_folder
+                model, self._layer, self.train_dataset, collate, self._head_plan, folder
             )
 
     @property

@@ -171,16 +171,22 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Confl
 
 def option_conflicts(
     trainer: type[Trainer],
-    own: type[Trainer],
+    known: tuple[type[Trainer], ...],
     loss_fn: object,
     data_collator: object,
     private_options: Mapping[str, Any] | None,
     trainer_options: Mapping[str, Any],
 ) -> Iterator[Conflict]:
-    """Yield arguments of PrivateTrainer (`own`), and methods of its subclass, that would bypass the private step."""
+    """Yield arguments of PrivateTrainer (`known[0]`), and methods of its subclass, that would bypass the private step.
+
+    The other `known` classes are bases of the subclass that add nothing to the private step.
+    """
+    own = known[0]
+    allowed = {base for kind in known for base in kind.__mro__}  # Trainer among them
     others = [base for base in trainer.__mro__ if issubclass(base, Trainer) and not issubclass(base, own)]
-    if (other := others[0]) is not Trainer:
+    if other := next((base for base in others if base not in allowed), None):
         remedy = f"derive from PrivateTrainer alone: {other.__name__} may log or count private examples"
+        remedy += ", or take PrivateSFTTrainer or PrivateDPOTrainer of privgrad.integrations.trl"
         yield Conflict(f"the base class {other.__name__}", remedy)
     else:
         remedy = "give loss_fn too: (model, batch) -> losses of shape (B,) (compute_loss is for evaluation only)"

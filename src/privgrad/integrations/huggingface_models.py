@@ -152,11 +152,16 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Compute each sequence's mean cross-entropy over its own next tokens, without labels of -100, shape (B,)."""
-    labels, logits = batch["labels"], model(**_inputs(batch)).logits.float()
+    losses, counts = next_token_losses(model(**_inputs(batch)).logits, batch["labels"])
+    return losses / counts.clamp(min=1)
+
+
+def next_token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sequence's sum of cross-entropies of next tokens, and their number, both (B,); -100 has no loss."""
     prompt = logits.shape[1] - labels.shape[1]  # virtual tokens that PEFT prepends
     following = F.pad(labels, (prompt, 0), value=IGNORED)[:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), following, reduction="none")
-    return losses.sum(1) / (following != IGNORED).sum(1).clamp(min=1)
+    losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), following, reduction="none")
+    return losses.sum(1), (following != IGNORED).sum(1)
 
 
 def require_single_texts(eval_dataset: Any) -> None:

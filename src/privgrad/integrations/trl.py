@@ -1,0 +1,210 @@
+"""TRL's trainers of language models with the private step: one loss per example, or per pair of answers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import Trainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from privgrad.errors import SamplingError, expected
+from privgrad.integrations import huggingface_arguments as arguments
+from privgrad.integrations import huggingface_models as models
+from privgrad.integrations.huggingface import PrivateTrainer
+from privgrad.plan import PrivacyPlan
+from privgrad.sampling.loading import Collate
+from privgrad.training.external_loop import Conflict, changed_values, refuse
+
+_ROWS = ("input_ids", "attention_mask", "completion_mask")  # TRL stacks all chosen answers on all rejected ones
+_PACKING = "a packed row holds texts of several examples; give a small max_length, which is the public length of a row"
+_MIXES = "it does not give one loss per example"
+_PAIRS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {  # (ratios, counts, beta) of pairs, (B, 2) -> (B,)
+    "sigmoid": lambda ratios, _, beta: -F.logsigmoid(beta * (ratios[:, 0] - ratios[:, 1])),
+    "hinge": lambda ratios, _, beta: F.relu(1 - beta * (ratios[:, 0] - ratios[:, 1])),
+    "ipo": lambda ratios, counts, beta: (
+        (ratios / counts).mul(ratios.new_tensor([1, -1])).sum(1) - 0.5 / beta
+    ).square(),
+}
+
+
+class _PrivateTRL(PrivateTrainer):
+    """The base of both trainers: public lengths, and what TRL prepares."""
+
+    _default_collator: ClassVar[Any] = None  # TRL makes its own
+    _config: ClassVar[type[Any]]
+
+    def __init__(self, model: Any, args: Any, *, train_dataset: Any, **options: Any) -> None:
+        name = type(self).__name__
+        if not isinstance(args, self._config):
+            kind = self._config.__name__
+            raise expected(name, "args", f"to be a {kind}", type(args).__name__, f"give trl.{kind}(output_dir)")
+        if not isinstance(train_dataset, Dataset):
+            remedy = "give datasets.Dataset.from_list([...]): a stream has no known sampling rate"
+            raise expected(name, "train_dataset", "to be a datasets.Dataset", type(train_dataset).__name__, remedy)
+        self._given = train_dataset
+        super().__init__(model, args, train_dataset=train_dataset, head_first=False, **options)
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: TRL would report the model's type and the kind of the data's source."""
+
+    def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
+        if plan.privacy_unit == "user":
+            remedy = "give PrivateTrainer one row of tokens per person, as docs/integrations.md shows"
+            yield Conflict("a plan for persons", remedy)
+        if args.max_length is None:
+            yield Conflict("max_length=None", "give a public max_length: each row is cut or padded to it")
+        if (args.gradient_checkpointing_kwargs or {}).get("selective"):
+            yield Conflict("gradient_checkpointing_kwargs with selective", "leave it out; gradient_checkpointing stays")
+        args.pad_to_multiple_of = args.pad_to_multiple_of or args.max_length
+        yield from changed_values(
+            args,
+            {
+                "pad_to_multiple_of": (args.max_length, "the length of a row is public, and not that of the longest"),
+                "packing": (False, _PACKING),
+                "padding_free": (False, _PACKING),
+                "activation_offloading": (False, "gradient_checkpointing=True saves memory"),
+            },
+        )
+
+    def _make_ready(self, model: nn.Module) -> None:
+        models.losses_of(model)  # it refuses a loss that balances experts over a batch
+        _keep_unpacked(model)
+        if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+            for parameter in model.parameters():
+                if parameter.requires_grad:  # TRL has made it bfloat16, where small updates are lost
+                    parameter.data = parameter.data.float()
+        self._require_rows()
+
+    def _require_rows(self) -> None:
+        """Raise SamplingError (NOT private) if no row is left, or if one is longer than the public length."""
+        rows, longest = cast(Any, self.train_dataset), cast(Any, self.args).max_length
+        name = type(self).__name__
+        if not len(rows):
+            got, remedy = "0 of them", "raise max_length: prompts fill it, and TRL drops such rows"
+            raise expected(name, "train_dataset", "to keep rows with tokens to learn", got, remedy, SamplingError)
+        if "input_ids" in rows.column_names and max(map(len, rows["input_ids"])) > longest:
+            condition, remedy = f"to have at most max_length={longest} tokens in a row", "cut the rows, or raise it"
+            raise expected(name, "train_dataset", condition, "a longer one", remedy, SamplingError)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as TRL does; refuse the training data, which TRL would copy first."""
+        refuse(type(self).__name__, arguments.evaluation_conflicts(self._given, eval_dataset))
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+
+class PrivateSFTTrainer(_PrivateTRL, SFTTrainer):
+    """TRL's SFTTrainer with the private step: an example is one row, and its loss the mean over its own tokens.
+
+    Texts, chats, prompts with completions, `formatting_func`, `peft_config` and `quantization_config` are TRL's. Each
+    row is padded to the public SFTConfig.max_length; longer rows are cut. TRL sends no telemetry.
+
+    Args:
+        model: a causal language model of transformers, or its name.
+        args: an SFTConfig without packing. Choose max_length: its default, 1,024, is slow for short texts.
+        train_dataset: the private examples, a datasets.Dataset.
+        options: those of PrivateTrainer, such as target_epsilon, delta and num_examples, and those of SFTTrainer.
+    Raises:
+        PrivacyError: as PrivateTrainer; for packing, rows without padding, persons with several texts, or
+            losses that mix examples.
+        SamplingError: no row has a token to learn, or prepared rows are longer than max_length.
+    Privacy:
+        That of PrivateTrainer, for one row of train_dataset. A callback that generates texts shows what the model
+        makes of its prompts, without noise: give it public prompts. `eval_dataset` with the training rows is refused;
+        what a callback holds by itself cannot be seen.
+    """
+
+    _hosts: ClassVar[tuple[type[Trainer], ...]] = (SFTTrainer,)
+    _config: ClassVar[type[Any]] = SFTConfig
+
+    def _default_losses(self, model: nn.Module) -> models.Losses:
+        return models.causal_lm_losses
+
+    def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
+        yield from super()._host_conflicts(args, plan)
+        remedy = "give loss_fn, (model, batch) -> losses of shape (B,), for another one"
+        yield from changed_values(args, {"loss_type": ("nll", remedy)})
+
+
+class PrivateDPOTrainer(_PrivateTRL, DPOTrainer):
+    """TRL's DPOTrainer with the private step: an example is a pair of a chosen and a rejected answer, with one loss.
+
+    The log-probabilities of the reference are computed once, before the training, without gradients; with adapters,
+    the reference is the model without them. Each answer with its prompt is padded to DPOConfig.max_length.
+
+    Args:
+        model: as in PrivateSFTTrainer.
+        args: a DPOConfig whose loss_type is "sigmoid", "hinge" or "ipo".
+        train_dataset: the private pairs, a datasets.Dataset.
+        options: those of PrivateTrainer, such as target_epsilon, delta and num_examples, and those of DPOTrainer.
+    Raises:
+        PrivacyError: as in PrivateSFTTrainer; also for a loss that needs other pairs.
+    Privacy:
+        That of PrivateTrainer, for one pair. Several pairs of one person are several examples.
+    """
+
+    _hosts: ClassVar[tuple[type[Trainer], ...]] = (DPOTrainer,)
+    _config: ClassVar[type[Any]] = DPOConfig
+
+    def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
+        yield from super()._host_conflicts(args, plan)
+        args.precompute_ref_log_probs = True
+        args.precompute_ref_batch_size = args.precompute_ref_batch_size or args.per_device_eval_batch_size
+        if len(args.loss_type) != 1 or args.loss_type[0] not in _PAIRS:
+            remedy = f"give one of {', '.join(map(repr, _PAIRS))}, or loss_fn: others may need several pairs"
+            yield Conflict(f"loss_type={args.loss_type!r}", remedy)
+        yield from changed_values(
+            args,
+            {
+                "loss_weights": (None, ""),
+                "ld_alpha": (None, _MIXES),
+                "use_weighting": (False, ""),
+                "f_divergence_type": ("reverse_kl", ""),
+                "sync_ref_model": (False, "the reference is computed once"),
+            },
+        )
+
+    def _default_losses(self, model: nn.Module) -> models.Losses:
+        return self._pair_losses
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        _keep_unpacked(cast(nn.Module, self.model))
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def _train_collate(self) -> Collate:
+        return _Pairs(super()._train_collate())
+
+    def _pair_losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the loss of each pair, shape (B,), from the sums of log-probabilities over its own tokens."""
+        ids, mask, own = (batch[name].flatten(0, 1) for name in _ROWS)
+        labels = ids.masked_fill(own == 0, models.IGNORED)
+        losses, _ = models.next_token_losses(model(input_ids=ids, attention_mask=mask).logits, labels)
+        ratios: Tensor = -losses.reshape(-1, 2) - batch["ref_logps"]
+        counts = batch["completion_mask"].sum(2).clamp(min=1)
+        return _PAIRS[cast(Any, self.args).loss_type[0]](ratios, counts, self.beta)
+
+
+def _keep_unpacked(model: nn.Module) -> None:
+    """Keep a base of 4 bits from packing itself when it evaluates on a processor: no gradient passes it then."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            cast(Any, module).support_avx512bf16_for_cpu = False
+
+
+class _Pairs:
+    """The columns of pairs: (B, 2, length), and the log-probabilities of the reference, (B, 2)."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> dict[str, Tensor]:
+        columns = self._collate(items)
+        pairs = {name: columns[name].unflatten(0, (2, -1)).transpose(0, 1).contiguous() for name in _ROWS}
+        reference = [columns[f"ref_{name}_logps"] for name in ("chosen", "rejected")]
+
+        return pairs | {"ref_logps": torch.stack(reference, 1).float()}
