@@ -1,4 +1,4 @@
-"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update."""
+"""A bridge to Flower: a strategy whose round is one private step, client apps for users and for records, accounting."""
 
 import os
 import secrets
@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad.errors import BudgetExceededError, did_you_mean, expected
+from privgrad.errors import BudgetExceededError, did_you_mean, expected, require_integer
 from privgrad.gradient.transform import Preconditioner
+from privgrad.integrations.flower_accountant import LedgerAccountant as LedgerAccountant
 from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.perturb.local_training import LocalUpdate, ReportedUpdate, local_update
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling.loading import Data
 from privgrad.training.external_loop import Conflict, ExternalLoopStep, refuse
+from privgrad.training.run import first_step, require_optimizer
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
@@ -148,7 +152,11 @@ class PrivateStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Release the round's mean update and step with it; return metrics only if raw_metrics were requested."""
+        """Release the round's mean update and step with it; return the epsilon so far, and raw_metrics' means.
+
+        Flower keeps them as the round's metrics. Epsilon is the ledger's, at the plan's delta; without one, it is left
+        out.
+        """
         if self._drawn is None:
             remedy = "let start() run the rounds, and call super().configure_train in an override of it"
             raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
@@ -167,7 +175,8 @@ class PrivateStrategy(Strategy):
         }
         self.private_step.release(replace(batch, examples=rows, size=len(updates)))
         self._optimizer.step(grad=self.private_step.take())
-        return self.arrays, self._raw_means([reply for reply in answers.values() if reply.has_content()])
+        means = self._raw_means([reply for reply in answers.values() if reply.has_content()])
+        return self.arrays, MetricRecord(_spent(self.private_grad) | means)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -258,7 +267,7 @@ class PrivateStrategy(Strategy):
                 answers.setdefault(user, reply)
         return answers
 
-    def _raw_means(self, answers: Sequence[Message]) -> MetricRecord | None:
+    def _raw_means(self, answers: Sequence[Message]) -> dict[str, Any]:
         """Return the mean of each of raw_metrics over the replies that report it. NOT private: no epsilon covers it."""
         reported = [record for reply in answers for record in reply.content.metric_records.values()]
         means: dict[str, Any] = {}
@@ -269,7 +278,7 @@ class PrivateStrategy(Strategy):
             elif answers:
                 told = f"no reply reports {name!r} of raw_metrics; client_app reports none, an app of your own can"
                 self._warn_once(f"raw_{name}", told)
-        return MetricRecord(means) if means else None
+        return means
 
 
 def client_app(
@@ -320,6 +329,83 @@ def client_app(
         return Message(RecordDict({_ARRAYS: ArrayRecord(update)}), reply_to=message)
 
     return app
+
+
+def record_client_app(
+    make_model: Callable[[], nn.Module],
+    make_private_grad: Callable[[Context, nn.Module], PrivateGradient],
+    make_optimizer: Callable[[nn.Module], PrivateOptimizer],
+    data_of: Callable[[Context], Data],
+    *,
+    steps: int,
+) -> ClientApp:
+    """Return the app of a site that protects its own records, such as a hospital its patients, from the server too.
+
+        def make_private_grad(context, model):
+            return pg.PrivateGradient(model, loss_fn, plan, ledger="ledger.jsonl")
+
+    Each round begins at the server's weights and makes the next `steps` private steps of the site's plan. FedAvg gets
+    the weights, with "num-examples" and "epsilon" as metrics. PrivateStrategy gets w - w_last alone, and protects the
+    site as a whole.
+
+    Args:
+        make_model: () -> the server's model; each round loads the server's weights into it.
+        make_private_grad: (context, model) -> PrivateGradient with the site's plan and the path of the site's ledger,
+            which lasts over all rounds.
+        make_optimizer: (model) -> an optimizer from privgrad.optim, which begins anew in each round.
+        data_of: (context) -> the site's data, as plan.batches takes them.
+        steps: private steps per round, >= 1; the plan has those of all rounds.
+    Returns:
+        An app that answers `train`. After the last step of its plan, it answers with an error, and FedAvg goes on
+        without this site.
+    Raises:
+        BudgetExceededError: (in a round) the plan has no steps left.
+        PrivacyError: (in a round) another process holds the site's ledger.
+    Privacy:
+        All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. A
+        repeated round is charged again. num-examples is the plan's public number.
+    """
+    require_integer("record_client_app", "steps", steps, 1)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        config: Any = message.content.config_records.get(_CONFIG) or ConfigRecord()
+        model = make_model()
+        sent = message.content.array_records[_ARRAYS].to_torch_state_dict()
+        model.load_state_dict(sent)
+        private_grad = make_private_grad(context, model)
+        plan, ledger = private_grad.plan, private_grad.ledger
+        try:
+            if ledger.path is None:
+                remedy = "give make_private_grad's PrivateGradient the path of the site's ledger"
+                raise expected("record_client_app", "the ledger", "to last over all rounds", "one in memory", remedy)
+            start = first_step(private_grad, ledger.next_step)
+            if start >= plan.steps:
+                remedy = "leave this site out, or plan more steps, at a higher epsilon"
+                condition = f"to be at most the plan's {plan.steps}"
+                raise expected("record_client_app", "steps", condition, start + 1, remedy, BudgetExceededError)
+            optimizer = require_optimizer("record_client_app", private_grad, make_optimizer(model))
+            private_grad.load_state_dict(private_grad.state_dict() | {"step": start})
+            for batch in islice(plan.batches(data_of(context), start=start, epoch_key=ledger.epoch_key), steps):
+                optimizer.step(grad=private_grad(batch))
+            spent = _spent(private_grad)
+        finally:
+            ledger.close()
+        after = model.state_dict()
+        if names := config.get(_TRAINED):
+            arrays = ArrayRecord({name: sent[name].to(after[name]) - after[name] for name in names})
+            return Message(RecordDict({_ARRAYS: arrays}), reply_to=message)
+        told = MetricRecord({"num-examples": plan.num_examples} | spent)
+        return Message(RecordDict({_ARRAYS: ArrayRecord(after), "metrics": told}), reply_to=message)
+
+    return app
+
+
+def _spent(private_grad: PrivateGradient) -> dict[str, Any]:
+    """Return the epsilon of all releases so far by its name; nothing if the plan has no delta."""
+    delta = private_grad.plan.delta
+    return {} if delta is None else {"epsilon": private_grad.ledger.epsilon(delta=delta)}
 
 
 def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
