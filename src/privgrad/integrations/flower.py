@@ -109,6 +109,7 @@ class PrivateStrategy(Strategy):
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._nodes = None if nodes is None else _require_nodes(nodes, plan)
         self._raw_metrics = tuple(raw_metrics)
+        self._is_recalled = False  # whether nodes are those of an earlier run, whose ids may be gone
         self._draws: Iterator[Batch] | None = None
         self._drawn: Batch | None = None
         self._sent = dict[int, Metadata]()  # metadata of this round's messages, by user
@@ -129,10 +130,14 @@ class PrivateStrategy(Strategy):
             remedy = "repair this and resume with load_state_dict, or begin again with a new ledger"
             raise expected("PrivateStrategy", "users", "to send updates that count", got, remedy)
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        if self._nodes is None:
-            while len(nodes := sorted(grid.get_node_ids())) < self._plan.num_examples:
+        while self._nodes is None or self._is_recalled:
+            nodes = sorted(grid.get_node_ids())
+            if self._nodes is not None and not set(nodes).isdisjoint(self._nodes):
+                self._is_recalled = False
+            elif len(nodes) >= self._plan.num_examples:
+                self._nodes, self._is_recalled = _require_nodes(nodes, self._plan), False
+            else:
                 time.sleep(_POLL)
-            self._nodes = _require_nodes(nodes, self._plan)
         self._drawn = drawn = self._draw()
         self._sent = {}
         online = set(grid.get_node_ids())
@@ -208,6 +213,8 @@ class PrivateStrategy(Strategy):
         if self._plan.sampling == "epochs" and None not in (nodes, self._nodes) and nodes != self._nodes:
             got = f"{len(self._nodes or ())} ids that differ, or in another order"
             raise expected("PrivateStrategy", "nodes", "to be those of the run that is resumed", got, "leave them out")
+        # Flower's simulation gives nodes new ids. A Poisson cohort does not depend on who had which number before.
+        self._is_recalled = self._nodes is None and nodes is not None and self._plan.sampling != "epochs"
         self._nodes = self._nodes or nodes
         self._draws, self._lost = self._begin(), []
 
@@ -360,7 +367,8 @@ def record_client_app(
         without this site.
     Raises:
         BudgetExceededError: (in a round) the plan has no steps left.
-        PrivacyError: (in a round) another process holds the site's ledger.
+        PrivacyError: (in a round, before a charge) another process holds the site's ledger, the ledger is in memory,
+            or the server's weights are not finite.
     Privacy:
         All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. A
         repeated round is charged again. num-examples is the plan's public number.
@@ -373,6 +381,9 @@ def record_client_app(
         config: Any = message.content.config_records.get(_CONFIG) or ConfigRecord()
         model = make_model()
         sent = message.content.array_records[_ARRAYS].to_torch_state_dict()
+        if not all(bool(value.isfinite().all()) for value in sent.values()):  # of one site, averaged by FedAvg
+            remedy = "start again from the weights of an earlier round; nothing was charged"
+            raise expected("record_client_app", "the server's weights", "to be finite", "NaN or inf", remedy)
         model.load_state_dict(sent)
         private_grad = make_private_grad(context, model)
         plan, ledger = private_grad.plan, private_grad.ledger
