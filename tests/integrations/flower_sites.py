@@ -45,7 +45,7 @@ def accuracy(model: nn.Module) -> float:
 
 def user_plan(**changed: Any) -> pg.PrivacyPlan:
     """Three hospitals, all in each round. So few protect each other little, at any useful noise."""
-    numbers: dict[str, Any] = {"noise_multiplier": 0.3, "delta": 0.01, "max_update_norm": 3.0, **changed}
+    numbers: dict[str, Any] = {"noise_multiplier": 0.2, "delta": 0.01, "max_update_norm": 3.0, **changed}
     return pg.PrivacyPlan.for_users(num_users=SITES, expected_cohort_size=SITES, rounds=ROUNDS, **numbers)
 
 
@@ -128,4 +128,6 @@ def main(grid: Grid, context: Context) -> None:
             told["stopped"] = "no hospital answers"
     except pg.BudgetExceededError as error:
         told["stopped"] = f"{error}"
+    if isinstance(strategy, PrivateStrategy):
+        strategy.private_grad.ledger.close()
     (folder / "told.json").write_text(json.dumps(told))

