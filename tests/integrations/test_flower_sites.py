@@ -44,7 +44,7 @@ from flwr.serverapp.strategy import (
 from test_flower import FIRST, DirectGrid, answered, echo, require_equal, sent, simulated, stamped, start
 
 from privgrad import accounting
-from privgrad.accounting.accountant import rounded_up
+from privgrad.accounting.accountant import rounded_up, two_decimals_up
 from privgrad.integrations.flower import LedgerAccountant, PrivateStrategy, record_client_app
 from privgrad.ledger.file import is_in_use
 from privgrad.ledger.ledger import Ledger
@@ -172,6 +172,19 @@ def test_the_accountant_over_all_rounds_is_tighter_than_flowers(
         noise_multiplier=sigma,
     )  # fmt: skip
     assert plan.epsilon() == told.epsilon
+
+
+def test_the_page_states_the_consortiums_plan():
+    page = (HERE.parents[1] / "docs" / "federations.md").read_text()
+    accountant, of_flower = LedgerAccountant(config(20, budget=10.0), rounds=20), RdpAccountant(config(20))
+    event = GaussianPrivacyEvent(2.4, 20, 20)
+    for one in (accountant, of_flower):
+        one.compose(event, 20)
+    of_site = accounting.epsilon([accounting.Release(2.4, 0.1, count=20)], delta=1e-5)
+    ours, theirs = accountant.get_epsilon(1e-5), of_flower.get_epsilon(1e-5)
+    assert ours <= 10
+    assert f"{two_decimals_up(ours)} ({two_decimals_up(theirs)} by Flower's accountant)" in page
+    assert f"it is {two_decimals_up(of_site)} per patient" in page
 
 
 @pytest.mark.parametrize("protects", ["hospitals", "records"])

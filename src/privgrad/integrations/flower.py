@@ -359,12 +359,12 @@ def record_client_app(
         make_model: () -> the server's model; each round loads the server's weights into it.
         make_private_grad: (context, model) -> PrivateGradient with the site's plan and the path of the site's ledger,
             which lasts over all rounds.
-        make_optimizer: (model) -> an optimizer from privgrad.optim, which begins anew in each round.
+        make_optimizer: (model) -> an optimizer from privgrad.optim, new in each round.
         data_of: (context) -> the site's data, as plan.batches takes them.
         steps: private steps per round, >= 1; the plan has those of all rounds.
     Returns:
-        An app that answers `train`. After the last step of its plan, it answers with an error, and FedAvg goes on
-        without this site.
+        An app that answers `train`. After the last step of its plan, it answers with an error, and FedAvg
+        continues without this site.
     Raises:
         BudgetExceededError: (in a round) the plan has no steps left.
         PrivacyError: (in a round, before a charge) another process holds the site's ledger, the ledger is in memory,

@@ -27,7 +27,7 @@ class LedgerAccountant:
         accountant = LedgerAccountant(config, "ledger.jsonl", rounds=20)
         strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 2.4, 1.0, 20, accountant=accountant)
 
-    A restarted server opens the same ledger and goes on from its charges; `load_state_dict` is not needed. It is for
+    A restarted server opens the same ledger, with its charges; `load_state_dict` is not needed. It is for
     strategies that add the noise themselves. `PrivateStrategy` has a ledger of its own.
 
     Args:
@@ -39,8 +39,8 @@ class LedgerAccountant:
             an event of another population, or of other noise or size than those before it.
         BudgetExceededError: (in compose) the releases would cost more than max_epsilon, or are more than rounds.
     Privacy:
-        `compose` returns once the charge is on disk. When it raises, nothing may be released. It counts what it is
-        told: whether clipping, noise and sampling are as an event says is up to the strategy.
+        `compose` returns once the charge is on disk. When it raises, nothing may be released. It counts the
+        given events: whether clipping, noise and sampling are as an event says is up to the strategy.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class LedgerAccountant:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Check that the ledger holds the charges of a state; an empty ledger takes them over.
 
-        So a training that began with flwr's RdpAccountant goes on with the charges of its state.
+        So a training that began with flwr's RdpAccountant keeps the charges of its state.
 
         Raises:
             PrivacyError: a state of another configuration, or of charges that this ledger does not know.
