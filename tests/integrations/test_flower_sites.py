@@ -334,8 +334,7 @@ def test_the_accountant_itself_refuses_what_would_cross_the_budget():
     unlimited.compose(EVENT, 3)
     assert (unlimited.num_releases, unlimited.get_delta(0.0) < 1.0) == (3, True)
     assert (LedgerAccountant(config()).get_epsilon(1e-5), LedgerAccountant(config()).get_delta(1.0)) == (0.0, 0.0)
-    with pytest.raises(pg.PrivacyError, match="max_epsilon to be in the configuration"):
-        unlimited.would_exceed(EVENT)
+    assert not unlimited.would_exceed(EVENT, count=1000)
 
 
 def test_what_does_not_belong_to_a_ledger_is_refused_and_charges_nothing(tmp_path: Path):
@@ -348,7 +347,7 @@ def test_what_does_not_belong_to_a_ledger_is_refused_and_charges_nothing(tmp_pat
         accountant.compose(GaussianPrivacyEvent(5.0, SITES, SITES))
     with pytest.raises(pg.PrivacyError, match="expected_batch_size to be as recorded"):
         accountant.compose(GaussianPrivacyEvent(4.0, 2, SITES))
-    with pytest.raises(pg.PrivacyError, match="population_size to be the configuration's 3, got 4"):
+    with pytest.raises(pg.PrivacyError, match="population_size to be 3, got 4"):
         accountant.compose(GaussianPrivacyEvent(4.0, SITES, 4))
     for count in (0, -1, True):
         with pytest.raises(pg.PrivacyError, match="count"):
@@ -482,7 +481,7 @@ def test_a_hospital_whose_ledger_would_be_forgotten_is_refused(tmp_path: Path):
         return pg.PrivateGradient(model, sites.loss_fn, sites.record_plan())
 
     app = record_client_app(sites.make_model, make_private_grad, sites.make_optimizer, sites.records_of, steps=1)
-    assert "the ledger to last over all rounds, got one in memory" in refused(ask(tmp_path, sites.make_model(), app))
+    assert "the ledger to have a path, to last over rounds, got None" in refused(ask(tmp_path, sites.make_model(), app))
     with pytest.raises(pg.PrivacyError, match="steps"):
         record_client_app(sites.make_model, make_private_grad, sites.make_optimizer, sites.records_of, steps=0)
 

@@ -373,7 +373,8 @@ def record_client_app(
         All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. A
         repeated round is charged again. num-examples is the plan's public number.
     """
-    require_integer("record_client_app", "steps", steps, 1)
+    name, remedy = "record_client_app", "leave this site out"
+    require_integer(name, "steps", steps, 1)
     app = ClientApp()
 
     @app.train()
@@ -382,21 +383,17 @@ def record_client_app(
         model = make_model()
         sent = message.content.array_records[_ARRAYS].to_torch_state_dict()
         if not all(bool(value.isfinite().all()) for value in sent.values()):  # of one site, averaged by FedAvg
-            remedy = "start again from the weights of an earlier round; nothing was charged"
-            raise expected("record_client_app", "the server's weights", "to be finite", "NaN or inf", remedy)
+            raise expected(name, "the server's weights", "to be finite", "NaN", "resume an earlier round")
         model.load_state_dict(sent)
         private_grad = make_private_grad(context, model)
         plan, ledger = private_grad.plan, private_grad.ledger
         try:
             if ledger.path is None:
-                remedy = "give make_private_grad's PrivateGradient the path of the site's ledger"
-                raise expected("record_client_app", "the ledger", "to last over all rounds", "one in memory", remedy)
-            start = first_step(private_grad, ledger.next_step)
+                raise expected(name, "the ledger", "to have a path, to last over rounds", ledger.path)
+            start, most = first_step(private_grad, ledger.next_step), f"to be at most the plan's {plan.steps}"
             if start >= plan.steps:
-                remedy = "leave this site out, or plan more steps, at a higher epsilon"
-                condition = f"to be at most the plan's {plan.steps}"
-                raise expected("record_client_app", "steps", condition, start + 1, remedy, BudgetExceededError)
-            optimizer = require_optimizer("record_client_app", private_grad, make_optimizer(model))
+                raise expected(name, "steps", most, start + 1, remedy, BudgetExceededError)
+            optimizer = require_optimizer(name, private_grad, make_optimizer(model))
             private_grad.load_state_dict(private_grad.state_dict() | {"step": start})
             for batch in islice(plan.batches(data_of(context), start=start, epoch_key=ledger.epoch_key), steps):
                 optimizer.step(grad=private_grad(batch))

@@ -47,11 +47,10 @@ class LedgerAccountant:
         self, config: PrivacyConfig, ledger: Ledger | str | os.PathLike[str] | None = None, *, rounds: int | None = None
     ) -> None:
         method = config.sampling_method
+        remedy = "train by PrivateStrategy, which draws Poisson cohorts, or take flwr's RdpAccountant"
         if method is SamplingMethod.WITHOUT_REPLACEMENT:
-            remedy = "train by PrivateStrategy, which draws Poisson cohorts, or take flwr's RdpAccountant"
             raise expected("LedgerAccountant", "sampling_method", "to be poisson or no-amplification", method, remedy)
-        if rounds is not None:
-            require_integer("LedgerAccountant", "rounds", rounds, 1)
+        require_integer("LedgerAccountant", "rounds", 1 if rounds is None else rounds, 1)
         self._config, self._rounds = config, rounds
         self._stream = secrets.token_hex(4)  # no two ledgers share a draw
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
@@ -78,9 +77,9 @@ class LedgerAccountant:
         require_integer("LedgerAccountant.compose", "count", count, 1)
         self._bind(event)
         after, most = self.num_releases + count, self._most(event)
+        condition = f"to be at most {most}, by rounds and max_epsilon = {self._config.max_epsilon}"
+        remedy = "stop here, without this release"
         if after > most:
-            condition = f"to be at most {most}, by rounds and max_epsilon = {self._config.max_epsilon}"
-            remedy = "stop here: this release must not be made"
             raise expected("LedgerAccountant.compose", "releases", condition, after, remedy, BudgetExceededError)
         for _ in range(count):
             draw = f"{self._stream}:{self.num_releases}"
@@ -111,11 +110,9 @@ class LedgerAccountant:
         """Return whether so many further releases would cost more than max_epsilon, or are more than were planned."""
         require_integer("LedgerAccountant.would_exceed", "count", count, 1)
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
-        if limit is None:
-            raise expected("LedgerAccountant.would_exceed", "max_epsilon", "to be in the configuration, or given", None)
         after = [*self.ledger.charged, replace(self._release(event), count=count)]
         is_beyond = self._rounds is not None and self.num_releases + count > self._rounds
-        return is_beyond or epsilon(after, delta=self._config.target_delta) > limit
+        return is_beyond or (limit is not None and epsilon(after, delta=self._config.target_delta) > limit)
 
     def state_dict(self) -> dict[str, object]:
         """Return the configuration and the charges, which JSON can hold, as flwr's RdpAccountant does."""
@@ -179,8 +176,9 @@ class LedgerAccountant:
         """Write the public numbers to a new ledger, or require that the ledger holds the same ones."""
         config, release = self._config, self._release(event)
         if event.population_size != config.population_size:
-            condition = f"to be the configuration's {config.population_size}"
-            raise expected("LedgerAccountant", "population_size", condition, event.population_size)
+            raise expected(
+                "LedgerAccountant", "population_size", f"to be {config.population_size}", event.population_size
+            )
         # The plan checks the numbers together; the ledger then records the event's.
         plan = PrivacyPlan(
             sample_rate=release.sample_rate,
