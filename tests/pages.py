@@ -431,6 +431,7 @@ GIVEN = {
     ),
     "docs/scikit-learn.md": Given(packages=("pandas", "sklearn"), check=_search_has_learned),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
+    "docs/federations.md": Given(),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
     "docs/nvflare.md": Given(names={"": _nvflare}, smaller={"/secure": "secure"}, packages=("nvflare",)),
     "docs/guide.md": Given(

@@ -208,7 +208,7 @@ def run_everything(folder: Path) -> list[int | None]:
         try:
             for process in processes:
                 process.start()
-            while not _listens(port):
+            while not listens(port):
                 assert link.poll() is None
                 time.sleep(0.2)
             command = [commands / "flwr", "run", app, "here", "--run-config", f"folder='{folder}'"]
@@ -223,6 +223,6 @@ def run_everything(folder: Path) -> list[int | None]:
             link.wait()
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

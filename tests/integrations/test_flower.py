@@ -98,12 +98,17 @@ def sent(message: Message, change: Callable[[str, Tensor], Tensor | None], **fur
 
 
 def simulated(
-    plan: pg.PrivacyPlan, *, without: Iterable[int] = (), frozen: Iterable[str] = (), **options: Any
+    plan: pg.PrivacyPlan,
+    *,
+    without: Iterable[int] = (),
+    frozen: Iterable[str] = (),
+    make_optimizer: Callable[[torch.nn.Module], Any] = lambda model: pg.optim.SGD(model.named_parameters(), lr=1.0),
+    **options: Any,
 ) -> torch.nn.Module:
     """The in-process training; some users' devices send nothing."""
     model = freeze(make_model(), frozen)
     private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=LOCAL, **options)
-    optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
+    optimizer = make_optimizer(model)
     *tensors, count = make_users().tensors
     count[list(without)] = 0
     for batch in plan.batches(TensorDataset(*tensors, count)):
@@ -320,7 +325,7 @@ def test_what_clients_report_stays_unread_unless_asked_for_as_raw(caplog: pytest
     grid = DirectGrid(echo)
     plan = make_plan(rounds=1)
     result = start(make_strategy(plan), grid)
-    assert not result.train_metrics_clientapp
+    assert [{*metrics} for metrics in result.train_metrics_clientapp.values()] == [{"epsilon"}]
     assert not result.evaluate_metrics_clientapp
     with pytest.warns(UserWarning, match="no reply reports 'absent' of raw_metrics"):
         result = start(make_strategy(plan, raw_metrics=["loss", "absent"]), grid)

@@ -1,9 +1,10 @@
-"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update."""
+"""A bridge to Flower: a strategy whose round is one private step, client apps for users and for records, accounting."""
 
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,13 +15,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
-from privgrad.errors import did_you_mean, expected
+from privgrad.errors import BudgetExceededError, did_you_mean, expected, require_integer
 from privgrad.gradient.transform import Preconditioner
+from privgrad.integrations.flower_accountant import LedgerAccountant as LedgerAccountant
 from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.perturb.local_training import LocalUpdate, local_update
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling.loading import Data
 from privgrad.training.external_loop import Conflict, refuse
+from privgrad.training.run import first_step, require_optimizer
 from privgrad.training.user_rounds import UserRounds, checked_update
 from privgrad.types import Batch
 
@@ -113,9 +118,14 @@ class PrivateStrategy(Strategy):
         """Return one message for each connected user in the plan's draw."""
         self._model.load_state_dict(arrays.to_torch_state_dict())
         nodes = self._rounds.ids
-        while nodes is None and len(list(grid.get_node_ids())) < self._plan.num_examples:
-            time.sleep(_POLL)
-        nodes = nodes or self._rounds.settle([*grid.get_node_ids()])
+        while nodes is None or self._rounds.is_recalled:
+            online = [*grid.get_node_ids()]
+            if nodes is not None and not set(online).isdisjoint(nodes):
+                self._rounds.is_recalled = False
+            elif len(online) >= self._plan.num_examples:
+                nodes = self._rounds.settle(online)
+            else:
+                time.sleep(_POLL)
         self._drawn = drawn = self._rounds.draw()
         self._sent = {}
         online = set(grid.get_node_ids())
@@ -140,7 +150,11 @@ class PrivateStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Release the round's mean update and step with it; return metrics only if raw_metrics were requested."""
+        """Release the round's mean update and step with it; return the epsilon so far, and raw_metrics' means.
+
+        Flower keeps them as the round's metrics. Epsilon is the ledger's, at the plan's delta; without one, it is left
+        out.
+        """
         if self._drawn is None:
             remedy = "let start() run the rounds, and call super().configure_train in an override of it"
             raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
@@ -151,7 +165,8 @@ class PrivateStrategy(Strategy):
             away = "no reply in time" if user in self._sent else "not connected"
             found.append(_update(answers[user], parameters) if user in answers else away)
         self._rounds.release(batch, found)
-        return self.arrays, self._raw_means([reply for reply in answers.values() if reply.has_content()])
+        means = self._raw_means([reply for reply in answers.values() if reply.has_content()])
+        return self.arrays, MetricRecord(_spent(self.private_grad) | means)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -188,7 +203,7 @@ class PrivateStrategy(Strategy):
                 answers.setdefault(user, reply)
         return answers
 
-    def _raw_means(self, answers: Sequence[Message]) -> MetricRecord | None:
+    def _raw_means(self, answers: Sequence[Message]) -> dict[str, Any]:
         """Return the mean of each of raw_metrics over the replies that report it. NOT private: no epsilon covers it."""
         reported = [record for reply in answers for record in reply.content.metric_records.values()]
         means: dict[str, Any] = {}
@@ -199,7 +214,7 @@ class PrivateStrategy(Strategy):
             elif answers:
                 told = f"no reply reports {name!r} of raw_metrics; client_app reports none, an app of your own can"
                 self._rounds.warn_once(f"raw_{name}", told)
-        return MetricRecord(means) if means else None
+        return means
 
 
 def client_app(
@@ -250,6 +265,84 @@ def client_app(
         return Message(RecordDict({_ARRAYS: ArrayRecord(update)}), reply_to=message)
 
     return app
+
+
+def record_client_app(
+    make_model: Callable[[], nn.Module],
+    make_private_grad: Callable[[Context, nn.Module], PrivateGradient],
+    make_optimizer: Callable[[nn.Module], PrivateOptimizer],
+    data_of: Callable[[Context], Data],
+    *,
+    steps: int,
+) -> ClientApp:
+    """Return the app of a site that protects its own records, such as a hospital its patients, from the server too.
+
+        def make_private_grad(context, model):
+            return pg.PrivateGradient(model, loss_fn, plan, ledger="ledger.jsonl")
+
+    Each round begins at the server's weights and makes the next `steps` private steps of the site's plan. FedAvg gets
+    the weights, with "num-examples" and "epsilon" as metrics. PrivateStrategy gets w - w_last alone, and protects the
+    site as a whole.
+
+    Args:
+        make_model: () -> the server's model; each round loads the server's weights into it.
+        make_private_grad: (context, model) -> PrivateGradient with the site's plan and the path of the site's ledger,
+            which lasts over all rounds.
+        make_optimizer: (model) -> an optimizer from privgrad.optim, new in each round.
+        data_of: (context) -> the site's data, as plan.batches takes them.
+        steps: private steps per round, >= 1; the plan has those of all rounds.
+    Returns:
+        An app that answers `train`. After the last step of its plan, it answers with an error, and FedAvg
+        continues without this site.
+    Raises:
+        BudgetExceededError: (in a round) the plan has no steps left.
+        PrivacyError: (in a round, before a charge) another process holds the site's ledger, the ledger is in memory,
+            or the server's weights are not finite.
+    Privacy:
+        All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. A
+        repeated round is charged again. num-examples is the plan's public number.
+    """
+    name, remedy = "record_client_app", "leave this site out"
+    require_integer(name, "steps", steps, 1)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        config: Any = message.content.config_records.get(_CONFIG) or ConfigRecord()
+        model = make_model()
+        sent = message.content.array_records[_ARRAYS].to_torch_state_dict()
+        if not all(bool(value.isfinite().all()) for value in sent.values()):  # of one site, averaged by FedAvg
+            raise expected(name, "the server's weights", "to be finite", "NaN", "resume an earlier round")
+        model.load_state_dict(sent)
+        private_grad = make_private_grad(context, model)
+        plan, ledger = private_grad.plan, private_grad.ledger
+        try:
+            if ledger.path is None:
+                raise expected(name, "the ledger", "to have a path, to last over rounds", ledger.path)
+            start, most = first_step(private_grad, ledger.next_step), f"to be at most the plan's {plan.steps}"
+            if start >= plan.steps:
+                raise expected(name, "steps", most, start + 1, remedy, BudgetExceededError)
+            optimizer = require_optimizer(name, private_grad, make_optimizer(model))
+            private_grad.load_state_dict(private_grad.state_dict() | {"step": start})
+            for batch in islice(plan.batches(data_of(context), start=start, epoch_key=ledger.epoch_key), steps):
+                optimizer.step(grad=private_grad(batch))
+            spent = _spent(private_grad)
+        finally:
+            ledger.close()
+        after = model.state_dict()
+        if names := config.get(_TRAINED):
+            arrays = ArrayRecord({name: sent[name].to(after[name]) - after[name] for name in names})
+            return Message(RecordDict({_ARRAYS: arrays}), reply_to=message)
+        told = MetricRecord({"num-examples": plan.num_examples} | spent)
+        return Message(RecordDict({_ARRAYS: ArrayRecord(after), "metrics": told}), reply_to=message)
+
+    return app
+
+
+def _spent(private_grad: PrivateGradient) -> dict[str, Any]:
+    """Return the epsilon of all releases so far by its name; nothing if the plan has no delta."""
+    delta = private_grad.plan.delta
+    return {} if delta is None else {"epsilon": private_grad.ledger.epsilon(delta=delta)}
 
 
 def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | str:

@@ -51,13 +51,15 @@ class UserRounds:
         self.model, self.optimizer, self.plan = model, optimizer, plan
         self._function, self._places, self._form = function, places, form
         self.ids = None if ids is None else self._require_ids(ids)
+        self.is_recalled = False  # whether the ids are those of an earlier run, which may be gone
         self._draws: Iterator[Batch] | None = None
         self._lost = list[str]()  # why no update counted, of each of the last rounds in a row
         self._warned = set[str]()
 
     def settle(self, ids: Sequence[Any]) -> tuple[Any, ...]:
-        """Keep the users' ids for the whole run, if none were given."""
-        self.ids = self._require_ids(sorted(ids)) if self.ids is None else self.ids
+        """Keep the users' ids for the whole run, if none were given, or those of an earlier run are gone."""
+        if self.ids is None or self.is_recalled:
+            self.ids, self.is_recalled = self._require_ids(sorted(ids)), False
         return self.ids
 
     def trained(self) -> dict[str, Tensor]:
@@ -114,6 +116,8 @@ class UserRounds:
             raise expected(
                 self._function, self._places, "to be those of the run that is resumed", got, "leave them out"
             )
+        # Flower's simulation gives nodes new ids. A Poisson cohort does not depend on who had which number before.
+        self.is_recalled = self.ids is None and ids is not None and self.plan.sampling != "epochs"
         self.ids = self.ids or ids
         self._draws, self._lost = self._begin(), []
 
