@@ -119,11 +119,11 @@ class PrivateStrategy(Strategy):
         self._model.load_state_dict(arrays.to_torch_state_dict())
         nodes = self._rounds.ids
         while nodes is None or self._rounds.is_recalled:
-            online = [*grid.get_node_ids()]
-            if nodes is not None and not set(online).isdisjoint(nodes):
+            found = [*grid.get_node_ids()]
+            if nodes is not None and not set(found).isdisjoint(nodes):
                 self._rounds.is_recalled = False
-            elif len(online) >= self._plan.num_examples:
-                nodes = self._rounds.settle(online)
+            elif len(found) >= self._plan.num_examples:
+                nodes = self._rounds.settle(found)
             else:
                 time.sleep(_POLL)
         self._drawn = drawn = self._rounds.draw()
