@@ -284,7 +284,6 @@ def _write_ptb(folder: Path) -> None:
 
 
 def _write_e2e(folder: Path) -> None:
-    folder.rmdir()
     write_e2e(folder)
     save_byte_tokenizer(folder)
 

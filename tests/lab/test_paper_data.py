@@ -106,6 +106,7 @@ def test_an_item_starts_on_the_papers_own_data(
         assert torch.isfinite(data.test.tensors[0]).all()
     monkeypatch.setattr(trial, "_FIRST", 2)
     monkeypatch.setattr(trial, "_PATIENCE", 0.0)
+    monkeypatch.setattr(trial, "_EVALUATED", 2)
     found = trial.estimate(spec, data, tunes=not kind)
     assert found is not None
     assert found.trainings >= len(spec.methods)
