@@ -107,7 +107,7 @@ def test_an_item_starts_on_the_papers_own_data(
     monkeypatch.setattr(trial, "_FIRST", 2)
     monkeypatch.setattr(trial, "_PATIENCE", 0.0)
     monkeypatch.setattr(trial, "_EVALUATED", 2)
-    # Two views show as much as the papers' 16, which take minutes.
+    # Two views take the path of the papers' 16, with less to compute.
     few = spec.run.model_copy(update={"augmentation_multiplicity": min(2, spec.run.augmentation_multiplicity)})
     found = trial.estimate(spec.model_copy(update={"run": few}), data, tunes=not kind)
     assert found is not None
