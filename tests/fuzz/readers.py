@@ -14,7 +14,7 @@ from typing import Any
 
 from test_data_images import pack, write_cifar, write_cifar100, write_fashion, write_imagenet32
 from test_data_sparse import write_imdb, write_tweets
-from test_data_text import write_brown, write_lists, write_snli
+from test_data_text import save_byte_tokenizer, write_brown, write_e2e, write_lists, write_snli, write_stackoverflow
 from torch import nn
 
 import privgrad as pg
@@ -283,6 +283,16 @@ def _write_ptb(folder: Path) -> None:
     (folder / "ptb.test.txt").write_text(" the sat the \n")
 
 
+def _write_e2e(folder: Path) -> None:
+    write_e2e(folder)
+    save_byte_tokenizer(folder)
+
+
+def _write_rows_of_amazon(folder: Path) -> None:
+    write_imdb(folder, count=50)
+    (folder / "train.csv").write_text('"5","good","a ""film""\\n"\n"3","so","so"\n"1","bad","film"\n')
+
+
 def _write_amazon(folder: Path) -> None:
     write_imdb(folder, count=50)
     reviews = [{"overall": stars, "reviewText": "good film"} for stars in (5.0, 3.0, 1.0)]
@@ -320,10 +330,14 @@ READERS: dict[str, Sequence[Reader]] = {
         Reader(_write_brown, lambda f: data.brown(f, length=5), pattern="ca*"),
         Reader(_write_ptb, lambda f: data.ptb(f, length=2)),
         Reader(_write_snli, lambda f: data.snli(f, tokenizer=f, length=8), pattern="*.jsonl"),
+        Reader(_write_e2e, lambda f: data.e2e(f, tokenizer=f, length=16), pattern="*.csv"),
+        Reader(write_stackoverflow, lambda f: data.stackoverflow(f, words=3, tags=2, limit=3, minimum=2)),
+        Reader(write_stackoverflow, lambda f: data.stackoverflow_tags(f, words=3, tags=2, users=2)),
         Reader(write_lists, lambda f: data.debian_sections(f, words=50, length=8, validation=2), pattern="*main*"),
         Reader(write_lists, lambda f: data.debian_tags(f, words=50, length=8), pattern="*main*"),
         Reader(_write_amazon, lambda f: data.imdb(f, words=9, length=6), _unzipped, _zipped, pattern="*.gz"),
         Reader(_write_amazon, lambda f: data.imdb(f, amazon=str(f / "reviews.json")), pattern="*.json"),
+        Reader(_write_rows_of_amazon, lambda f: data.imdb(f, amazon=str(f / "train.csv")), pattern="*.csv"),
         Reader(write_tweets, lambda f: data.tweets(f, words=9, length=6)),
     ],
 }

@@ -178,7 +178,7 @@ def test_e2e_is_a_description_after_its_attributes(tmp_path: Path, empty_cache: 
     start = labels.index(answer[0])
     assert ids[start + 1 : start + len(answer)] == answer[:-1]
     assert ids[start - 1] == ids[start] == 0  # || is unknown to this tokenizer
-    for content in ("mr,text\na,b\n", 'mr,ref\n"a', "mr,ref\na\n"):
+    for content in ("mr,text\na,b\n", 'mr,ref\n"a', "mr,ref\na\n", "mr,ref\n"):
         (empty_cache / "e2e" / "devset.csv").write_text(content)
         with pytest.raises(pg.PrivacyError, match=r"e2e: .*devset\.csv to be a CSV file with the columns mr and ref"):
             data.e2e(tokenizer=tmp_path / "tokenizer", length=32)

@@ -214,8 +214,9 @@ def _normalized(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
 
 def _npz_batch(path: Path) -> tuple[Tensor, Tensor]:
     """Return the images, uint8 (n, 3, 32, 32), and the labels from 0 of a file of ImageNet32; no pickle is read."""
-    remedy = "fetch the npz version again from image-net.org"
-    with readable("imagenet32", f"{path}", "to be an npz file of images", remedy), np.load(path) as content:
+    what, remedy = "to be an npz file of images", "fetch the npz version again from image-net.org"
+    # np.load leaves a file open that it opened itself and that is no archive.
+    with readable("imagenet32", f"{path}", what, remedy), path.open("rb") as file, np.load(file) as content:
         rows, labels = content["data"], torch.from_numpy(content["labels"].astype(np.int64) - 1)
         if rows.dtype != np.uint8:
             raise TypeError(f"an array of {rows.dtype}")

@@ -115,10 +115,10 @@ def e2e(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive =
 
     def part(name: str) -> tuple[Tensor, Tensor]:
         file = folder / name
-        what, remedy = "to be a CSV file with the columns mr and ref", "fetch it again"
+        what, remedy = "to be a CSV file with the columns mr and ref, and rows", "fetch it again"
         with readable("e2e", f"{file}", what, remedy), file.open(encoding="utf-8", newline="") as lines:
             rows = [(row["mr"], " ||", " " + row["ref"]) for row in csv.DictReader(lines, strict=True)]
-        return encode.labeled(rows)
+            return encode.labeled(rows)
 
     sizes = {"num_classes": encode.vocabulary, "vocabulary": encode.vocabulary}
     train, test = part("trainset.csv"), part("devset.csv")
