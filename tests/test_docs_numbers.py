@@ -711,7 +711,7 @@ def test_what_helps_rare_classes_stands_in_the_records():
         assert cells == shown, f"| {name} | {norm} | {' | '.join(shown)} |"
 
 
-VERDICTS = ("holds", "does not hold here", "false as stated", "not testable here (")
+VERDICTS = ("holds", "does not hold here", "false as stated", "misprinted (", "not testable here (")
 
 
 def test_every_claim_of_the_papers_has_a_verdict_that_rests_on_a_test_or_on_records():

@@ -257,8 +257,8 @@ FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --dry-run --json",
-    "reproduce": "item --list --out --data --smoke --so-far --method --dry-run --price-per-hour --device --restart "
-    "--json",
+    "reproduce": "item --list --out --data --smoke --so-far --method --dry-run --price-per-hour --device --jobs "
+    "--restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --sampling --participations --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --batch-size --num-examples "
     "--epochs --sampling --participations --json",

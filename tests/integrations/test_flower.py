@@ -330,7 +330,8 @@ def test_what_clients_report_stays_unread_unless_asked_for_as_raw(caplog: pytest
     with pytest.warns(UserWarning, match="no reply reports 'absent' of raw_metrics"):
         result = start(make_strategy(plan, raw_metrics=["loss", "absent"]), grid)
     users = next(plan.batches(TensorDataset(torch.arange(USERS)))).examples[0]
-    assert dict(result.train_metrics_clientapp[1]) == {"raw_loss": pytest.approx(users.float().mean().item())}
+    assert {*result.train_metrics_clientapp[1]} == {"epsilon", "raw_loss"}
+    assert result.train_metrics_clientapp[1]["raw_loss"] == pytest.approx(users.float().mean().item())
     logging.getLogger("flwr").removeHandler(caplog.handler)
     told = [record.getMessage() for record in caplog.records]
     assert [line for line in told if "loss" in line] == [line for line in told if "raw_loss" in line] != []
@@ -476,7 +477,8 @@ def test_weights_in_place_of_updates_warn_once():
 def test_raw_metrics_need_an_app_that_reports_them():
     plan = make_plan(rounds=2)
     with pytest.warns(UserWarning, match="no reply reports 'loss' .* client_app reports none") as warned:
-        assert not start(make_strategy(plan, raw_metrics=["loss"]), DirectGrid()).train_metrics_clientapp
+        result = start(make_strategy(plan, raw_metrics=["loss"]), DirectGrid())
+    assert [{*metrics} for metrics in result.train_metrics_clientapp.values()] == 2 * [{"epsilon"}]
     assert len(told_by_strategy(warned)) == 1
     inner, app = app_of(), ClientApp()
 
