@@ -489,7 +489,7 @@ def test_raw_metrics_need_an_app_that_reports_them():
         return reply
 
     result = start(make_strategy(plan, raw_metrics=["loss"]), DirectGrid(app))
-    assert [dict(result.train_metrics_clientapp[number]) for number in (1, 2)] == [{"raw_loss": 0.5}] * 2
+    assert [result.train_metrics_clientapp[number]["raw_loss"] for number in (1, 2)] == [0.5] * 2
 
 
 def test_a_run_goes_on_from_its_state(tmp_path: Path):
