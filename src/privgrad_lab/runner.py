@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -234,7 +234,7 @@ class Free:
         return self._spec
 
     @contextmanager
-    def claim(self, run: Run) -> Iterator[bool]:
+    def claim(self, run: Run) -> Generator[bool]:
         folder = run.folder(self.out)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "claim").open("a") as file:
@@ -386,7 +386,7 @@ def compare(
 
 
 @contextmanager
-def _helpers(spec: Spec, out: Path, count: int) -> Iterator[None]:
+def _helpers(spec: Spec, out: Path, count: int) -> Generator[None]:
     """Let further processes do runs of the same folder. If one ends early, the others do what it leaves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // (count + 1)))

@@ -357,6 +357,8 @@ def test_what_does_not_belong_to_a_ledger_is_refused_and_charges_nothing(tmp_pat
     for other in (config(budget=30.0), config(), config(delta=1e-4, budget=3.0), config(4, budget=3.0)):
         with pytest.raises(pg.PrivacyError, match="to be as recorded"):
             LedgerAccountant(other, path)
+    with pytest.raises(pg.PrivacyError, match="rounds to be as recorded"):
+        LedgerAccountant(config(budget=3.0), path, rounds=9)
     assert not is_in_use(path)
     assert LedgerAccountant(config(budget=3.0), path).num_releases == 1
     fixed = PrivacyConfig(1e-5, 10, NeighboringRelation.REPLACE_ONE, SamplingMethod.WITHOUT_REPLACEMENT)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2, DataSet
-from privgrad_lab import runner
+from privgrad_lab import runner, trial
 from privgrad_lab.build import encoder_folder, make_data
 from privgrad_lab.calls import Call
 from privgrad_lab.load_spec import check_spec
@@ -75,6 +75,32 @@ def once(loaded: dict[str, DataSet], spec: Spec) -> DataSet:
     if key not in loaded:
         loaded[key] = make_data(spec)
     return loaded[key]
+
+
+HERE = [name for name in items() if keys_of(name).get("kind", "") not in ("table", "noise-moments", "toy", "runtime")]
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE", "ignore:delta = ", "ignore:a plan")
+def test_every_item_starts_with_its_stand_in(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    """Its data, plans and models, and a step of each kind of method; test_every_item_runs_small runs them whole."""
+    if name.startswith("adadps/imdb"):
+        request.getfixturevalue("some_tweets")
+    try:
+        NEEDS.get(name, lambda: None)()
+    except pg.PrivacyError as absent:
+        pytest.skip(str(absent))
+    monkeypatch.setattr(trial, "_FIRST", 2)
+    monkeypatch.setattr(trial, "_PATIENCE", 0.0)
+    monkeypatch.setattr(trial, "_EVALUATED", 2)
+    raw = prepared(name, smoke=True)
+    kind, *_ = (raw.pop(key, "") for key in ("kind", "probe", "stands_in_for"))
+    spec = check_spec(raw, name)
+    found = trial.estimate(spec, runner.checked_data(spec), tunes=not kind)
+    assert found is not None
+    assert found.seconds > 0
 
 
 @pytest.mark.usefixtures("without_rendering")

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from privgrad.errors import BudgetExceededError, did_you_mean, expected, require_integer
@@ -111,6 +111,13 @@ class PrivateStrategy(Strategy):
     def arrays(self) -> ArrayRecord:
         """The model's weights and buffers, in Flower's format."""
         return ArrayRecord(self._model.state_dict())
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **options: Any) -> Result:
+        """Run Flower's rounds; of a resumed run those that are left, if num_rounds is the plan's."""
+        done = self.private_grad.state_dict()["step"]
+        if num_rounds == self._plan.steps and done < num_rounds:
+            num_rounds -= done
+        return super().start(grid, initial_arrays, num_rounds, *args, **options)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

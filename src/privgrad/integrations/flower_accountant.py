@@ -191,4 +191,5 @@ class LedgerAccountant:
             privacy_unit="user",
         )
         own = {"expected_batch_size": event.sample_size, "max_grad_norm": None, "noise_generator": _GENERATOR}
-        self.ledger.bind({**plan.public_facts, **own, "research_seed": False, "max_epsilon": config.max_epsilon})
+        most = {"max_epsilon": config.max_epsilon, "rounds": self._rounds}  # a change of either needs another ledger
+        self.ledger.bind({**plan.public_facts, **own, "research_seed": False, **most})

@@ -357,7 +357,7 @@ class PrivateSite:
             start = self._taken
             end = min(start + self._steps, self.private_grad.plan.steps)
             if start == end:
-                remedy = "stop asking this site, or make a plan with more steps, at a higher epsilon, in a new folder"
+                remedy = "stop asking this site; in a new folder, add up both epsilons and both deltas"
                 got = f"{start} of {end} taken"
                 raise expected("PrivateSite", "steps", "to be left in the plan", got, remedy, BudgetExceededError)
             while (taken := self._taken) < end:
