@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 600 # of each fuzzer
 torch_newest := --group torch
 torch_oldest = 'torch==$(shell sed -n 's/^ *"torch>=\([^"]*\)".*/\1/p' pyproject.toml)'
 
-.PHONY: help demo test pages wheel rounding slow zoo lowest browser fuzz audits examples bench bench-check bench-peers bench-accuracy \
+.PHONY: help demo test items pages wheel rounding slow zoo lowest browser fuzz audits examples bench bench-check bench-peers bench-accuracy \
 	lint docs docs-version dist windows ci data advisories lock sbom release clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make data     the data sets that tests use if they are here"
 	@echo
 	@echo "each night:"
+	@echo "make items    a few steps of every item of the papers"
 	@echo "make slow     the tests that take minutes"
 	@echo "make zoo      the tests of 99 architectures"
 	@echo "make lowest   the tests with the lowest versions that pyproject.toml allows: with few extras, then with all"
@@ -62,6 +63,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(PYTEST)
+
+items: $(VENV)/installed
+	$(PYTEST) -m "slow or not slow" -k starts_with_its_stand_in tests/lab/test_reproduce.py
 
 pages: $(VENV)/installed
 	$(PYTEST) -m "slow or not slow" -k commands_run tests/test_docs.py

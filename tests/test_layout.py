@@ -52,7 +52,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "training": 2565,  # confidence; rounds of users, from integrations; shards of a model, also saved; rules
     },
     "privgrad_lab": {
-        "(root)": 4110,  # trials, mixed precision, TF-IDF; old files rewritten; differences of seeds; numbers as labels
+        "(root)": 4115,  # trials, mixed precision, TF-IDF; old files rewritten; differences of seeds; numbers as labels
         "cli": 648,  # `doctor --rewrite`; moves a folder aside; the metric by its name; a paper's item before its start
         "data": 2160,  # the papers' own data: StackOverflow, Amazon, CIFAR-100, ImageNet32, E2E, PTB by GPT-2's tokens
         "models": 368,  # the papers' own: WRN-16-4, the head of GPT-2, weights of N(0, 1)

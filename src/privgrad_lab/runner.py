@@ -382,6 +382,7 @@ def compare(
         research = Research(spec, payer, bar)
         with _helpers(spec, out, jobs - 1):
             carry_out(research.runs(), payer, data, bar, research.watch)
+            research.show()
     return recorded.arranged(spec, recorded.read_records(out))
 
 
@@ -460,8 +461,13 @@ class Research:
     def watch(self, run: Run) -> None:
         """Show which run comes next, and how many are done, by any process."""
         text = f"{run.phase}  {run.method.name}  {recorded.rate_text(run.candidate)}  seed {run.seed}"
+        self._bar.update(self._task, note=text)
+        self.show()
+
+    def show(self) -> None:
+        """Show how many runs are done, by any process."""
         done = len(recorded.read_records(self._payer.out))
-        self._bar.update(self._task, note=text, completed=done, total=max(self._total, len(self._planned)))
+        self._bar.update(self._task, completed=done, total=max(self._total, len(self._planned)))
 
     def _seen(self) -> list[Record]:
         """Return the records that an uninterrupted comparison has here, so that a resumed one chooses alike."""

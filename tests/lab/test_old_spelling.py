@@ -58,7 +58,7 @@ def described(spec: Spec) -> dict[str, Any]:
         "elsewhere": other and [other.use, other.options],
         "privacy": spec.privacy.model_dump(exclude={"participations"}),  # of epochs, which old files do not have
         "tuning": spec.tuning and spec.tuning.model_dump(),
-        "run": spec.run.model_dump(),
+        "run": spec.run.model_dump(exclude={"autocast"}),  # which old files do not have
         "methods": methods,
     }
 

@@ -80,6 +80,7 @@ def once(loaded: dict[str, DataSet], spec: Spec) -> DataSet:
 HERE = [name for name in items() if keys_of(name).get("kind", "") not in ("table", "noise-moments", "toy", "runtime")]
 
 
+@pytest.mark.slow  # `make items`, which CI runs
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE", "ignore:delta = ", "ignore:a plan")
 def test_every_item_starts_with_its_stand_in(
