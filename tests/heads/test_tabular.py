@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import privgrad as pg
+from privgrad.data import table
 from privgrad.data.schema import knots_of
 from privgrad.training.defaults import head_confidence, head_max_grad_norm, head_noise_step, table_hidden
 
@@ -239,7 +240,7 @@ def test_scorers_see_the_classes_in_order():
 def test_outputs_for_two_classes_of_a_table_make_up_for_clipping(classes: Any, share: float):
     names: list[str] = classes if isinstance(classes, list) else ["stayed", "left", "died"]
     frame = people()
-    data = pg.data.table(frame[frame["left"].isin(names)], columns=CODED, label="left", classes=names, unit="row")
+    data = table(frame[frame["left"].isin(names)], columns=CODED, label="left", classes=names, unit="row")
     codes, labels = data.train.tensors
     facts: dict[str, Any] = BUDGET | {"seed": 0, "steps": 3, "max_grad_norm": 0.3, "progress": False}
     facts |= {"num_classes": len(names), "source": "codes"}
