@@ -65,7 +65,7 @@ test: $(VENV)/installed
 	$(PYTEST)
 
 items: $(VENV)/installed
-	$(PYTEST) -m "slow or not slow" -k starts_with_its_stand_in tests/lab/test_reproduce.py
+	$(PYTEST) -m "slow or not slow" -k "starts_with_its_stand_in or share_the_runs" tests/lab/test_reproduce.py
 
 pages: $(VENV)/installed
 	$(PYTEST) -m "slow or not slow" -k commands_run tests/test_docs.py

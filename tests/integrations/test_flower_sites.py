@@ -186,7 +186,7 @@ def test_the_page_states_the_consortiums_plan():
     assert f"it is {two_decimals_up(of_site)} per patient" in page
 
 
-@pytest.mark.parametrize("protects", ["hospitals", "records"])
+@pytest.mark.parametrize("protects", ["hospitals", pytest.param("records", marks=pytest.mark.slow)])
 def test_epsilon_of_each_round_stands_next_to_the_metrics(protects: str, tmp_path: Path):
     """Box 3, in the Result of Flower's own `start`."""
     told = run(tmp_path, protects)
@@ -203,7 +203,7 @@ def test_epsilon_of_each_round_stands_next_to_the_metrics(protects: str, tmp_pat
         assert f"{rounded_up(plan.epsilon(), 4)} and delta" in said
 
 
-@pytest.mark.parametrize("protects", ["hospitals", "records"])
+@pytest.mark.parametrize("protects", ["hospitals", pytest.param("records", marks=pytest.mark.slow)])
 def test_training_halts_at_the_budget_also_after_a_crash(protects: str, tmp_path: Path):
     """Box 4: SIGKILL in round 3, once it is charged and before anything of it is kept."""
     killed(f"run(Path({str(tmp_path)!r}), {protects!r}, dies=3)")

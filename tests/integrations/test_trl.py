@@ -168,7 +168,7 @@ def test_adapters_reload_with_plain_peft(kind: str, tmp_path: Path):
     assert not logged & {"loss", "train_loss", "grad_norm", "entropy", "num_tokens", "mean_token_accuracy"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_training_resumes_and_stops_at_its_budget(kind: str, tmp_path: Path):
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

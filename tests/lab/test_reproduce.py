@@ -65,7 +65,7 @@ def some_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_small() -> list[Any]:
     # Some of each kind; a few of the others take minutes.
-    quick = {"adadps/toy", "adadps/stackoverflow", "heavy-tail/fig1", "dp-adam/fig3"}
+    quick = {"adadps/toy", "heavy-tail/fig1"}
     return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in items() if n not in TABLES]
 
 
@@ -130,6 +130,7 @@ def test_every_item_runs_small(
     assert (tmp_path / "out" / "runs.jsonl").read_text().splitlines() == lines
 
 
+@pytest.mark.slow  # `make items`, which CI runs
 def test_processes_share_the_runs_of_a_folder(tmp_path: Path):
     spec = check_spec(prepared("heavy-tail/fig2", smoke=True, methods=["DP-GDM"]), "fig2")
     alone, shared = (
