@@ -189,7 +189,8 @@ def carry_out(
         return find_record(recorded.read_records(payer.out), run) is not None
 
     for batch in batches:
-        waiting = [run for run in batch if not is_done(run)]
+        records = recorded.read_records(payer.out)
+        waiting = [run for run in batch if find_record(records, run) is None]
         while waiting:
             for run in waiting.copy():
                 with payer.claim(run) as is_free:

@@ -77,6 +77,16 @@ def once(loaded: dict[str, DataSet], spec: Spec) -> DataSet:
     return loaded[key]
 
 
+def skip_without_data(name: str, request: pytest.FixtureRequest) -> None:
+    """Skip the test where the data or the model of an item are not installed."""
+    if name.startswith("adadps/imdb"):
+        request.getfixturevalue("some_tweets")
+    try:
+        NEEDS.get(name, lambda: None)()
+    except pg.PrivacyError as absent:
+        pytest.skip(str(absent))
+
+
 HERE = [name for name in items() if keys_of(name).get("kind", "") not in ("table", "noise-moments", "toy", "runtime")]
 
 
@@ -87,12 +97,7 @@ def test_every_item_starts_with_its_stand_in(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     """Its data, plans and models, and a step of each kind of method; test_every_item_runs_small runs them whole."""
-    if name.startswith("adadps/imdb"):
-        request.getfixturevalue("some_tweets")
-    try:
-        NEEDS.get(name, lambda: None)()
-    except pg.PrivacyError as absent:
-        pytest.skip(str(absent))
+    skip_without_data(name, request)
     monkeypatch.setattr(trial, "_FIRST", 2)
     monkeypatch.setattr(trial, "_PATIENCE", 0.0)
     monkeypatch.setattr(trial, "_EVALUATED", 2)
@@ -109,12 +114,7 @@ def test_every_item_starts_with_its_stand_in(
 def test_every_item_runs_small(
     name: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
-    if name.startswith("adadps/imdb"):
-        request.getfixturevalue("some_tweets")
-    try:
-        NEEDS.get(name, lambda: None)()
-    except pg.PrivacyError as absent:
-        pytest.skip(str(absent))
+    skip_without_data(name, request)
     loaded: dict[str, DataSet] = {}
     monkeypatch.setattr(runner.build, "make_data", lambda spec: once(loaded, spec))
     answer = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--json", "--out", str(tmp_path / "out")])

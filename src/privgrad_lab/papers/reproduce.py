@@ -103,12 +103,11 @@ def foretell(
     raw = prepared(name, data=data, smoke=smoke, methods=methods)
     items = [(name, raw, out)]
     if raw.get("kind") == "table":
-        rows = {row["item"]: row["methods"] for row in raw["rows"]}
-        own = {
-            item: prepared(item, data=_own_data(item, raw.get("given")), smoke=smoke, methods=rows[item])
-            for item in rows
-        }
-        items = [(item, own[item], out / item.replace("/", "-")) for item in rows]
+        items = list[tuple[str, dict[str, Any], Path]]()
+        for row in raw["rows"]:
+            item, own = row["item"], _own_data(row["item"], raw.get("given"))
+            one = prepared(item, data=own, smoke=smoke, methods=row["methods"])
+            items.append((item, one, out / item.replace("/", "-")))
     for item, one, folder in items:
         kind, *_ = (one.pop(key, "") for key in ("kind", "probe", "stands_in_for"))
         if kind not in (*_WHOLE, "runtime"):
