@@ -18,7 +18,7 @@ from privgrad.features.text import texts_of
 
 STORED = Path("runs/bias")
 TESTED = 2000  # test texts
-TOKENS = {"head": 12, "adapters": 6}  # of a text
+TOKENS = {"head": 12, "adapters": 8}  # of a text
 INNER, WIDTH = 1536, 384  # of MiniLM's feed-forward layers and states
 
 
