@@ -1,5 +1,6 @@
 """TRL's trainers with the private step: one loss per text or pair, exact, also on a base of 4 bits."""
 
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,6 +150,64 @@ def test_a_step_has_the_gradients_of_single_examples(kind: str, checkpointing: b
         assert float((seen[0][name] - part).norm()) <= 1e-6 * size
 
 
+OWNERS = [math.isqrt(row) for row in range(COUNT)]  # 1, 3, 5, 7 and 8 rows of five persons
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_rows_of_a_person_are_clipped_together(kind: str, tmp_path: Path):
+    """The mean of the gradients of a person's first four rows, clipped once; every person, and no noise."""
+    model = get_peft_model(smol(), lora(init_lora_weights=False)).double()
+    plan = make_plan(
+        sample_rate=1.0,
+        expected_batch_size=5,
+        num_examples=5,
+        steps=1,
+        noise_multiplier=0.0,
+        max_grad_norm=0.25,
+        privacy_unit="user",
+    )
+    options: dict[str, Any] = {"unit": "owner", "max_rows": 4, "plan": plan, **dict.fromkeys(BUDGET)}
+    arguments = {"learning_rate": 0.1, "max_steps": 1, "per_device_train_batch_size": 5}
+    rows = KINDS[kind][2]().add_column("owner", OWNERS)
+    trainer = make(kind, tmp_path, arguments, model=model, train_dataset=rows, **options)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    wanted, norms = [torch.zeros_like(p) for p in parameters.values()], list[float]()
+    for person in range(5):
+        own = [row for row in trainer.train_dataset if row["owner"] == person][:4]
+        loss = torch.stack([own_loss(trainer.model.eval(), row) for row in own]).mean()
+        parts = torch.autograd.grad(loss, list(parameters.values()))
+        norms.append(float(torch.cat([part.flatten() for part in parts]).norm()))
+        wanted = [sum_ + min(1.0, 0.25 / norms[-1]) * part / 5 for sum_, part in zip(wanted, parts, strict=True)]
+    assert min(norms) < 0.25 < max(norms)
+    seen: list[pg.NoisyGradient] = []
+    trainer.private_grad.register_raw_observer(lambda step: seen.append(step.released))
+    trainer.train()
+    size = max(float(part.norm()) for part in wanted)
+    for name, part in zip(parameters, wanted, strict=True):
+        assert float((seen[0][name] - part).norm()) <= 1e-6 * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_for_persons_counts_persons(kind: str, tmp_path: Path):
+    rows = KINDS[kind][2]().add_column("owner", [f"person {row // 2}" for row in range(COUNT)])
+    persons: dict[str, Any] = {
+        "unit": "owner",
+        "max_rows": 2,
+        "target_epsilon": 8.0,
+        "delta": 1e-2,
+        "num_examples": COUNT // 2,
+    }
+    trainer = make(kind, tmp_path, train_dataset=rows, eval_dataset=KINDS[kind][2](4), peft_config=lora(), **persons)
+    trainer.train()
+    plan = trainer.private_grad.plan
+    assert (plan.privacy_unit, plan.num_examples, plan.sample_rate) == ("user", COUNT // 2, 0.5)
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(tmp_path / "out"))
+    assert "each person" in (tmp_path / "out" / "statement.txt").read_text()
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data"):
+        trainer.evaluate(rows.select(range(4)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_reload_with_plain_peft(kind: str, tmp_path: Path):
     trainer = make(kind, tmp_path / "a", peft_config=lora())
@@ -236,8 +295,18 @@ def test_other_data_and_arguments_are_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="args to be a SFTConfig, got TrainingArguments"):
         PrivateSFTTrainer(smol(), TrainingArguments(str(tmp_path)), train_dataset=texts(), **BUDGET)
     plan = make_plan(steps=6, privacy_unit="user")
-    with pytest.raises(pg.PrivacyError, match="a plan for persons; give PrivateTrainer one row"):
+    with pytest.raises(pg.PrivacyError, match="privacy_unit='user' with unit='row'; for persons, give unit"):
         make("sft", tmp_path, {"per_device_train_batch_size": 8}, plan=plan, **dict.fromkeys(BUDGET))
+    of_persons: dict[str, Any] = {"unit": "owner", "max_rows": 2}
+    plan = make_plan(steps=6)
+    with pytest.raises(pg.PrivacyError, match="privacy_unit='example' with unit='owner', unit='owner'"):
+        make("sft", tmp_path, {"per_device_train_batch_size": 8}, plan=plan, **dict.fromkeys(BUDGET), **of_persons)
+    with pytest.raises(pg.PrivacyError, match="unit='owner'; name one of prompt, completion"):
+        make("sft", tmp_path, **of_persons)
+    with pytest.raises(
+        pg.PrivacyError, match="max_rows to be a whole number >= 1 for a unit with several rows, got None"
+    ):
+        make("sft", tmp_path, unit="prompt")
     prompts = Dataset.from_list([{"prompt": words(n, LENGTH), "completion": " w1"} for n in range(COUNT)])
     with pytest.raises(pg.SamplingError, match="to keep rows with tokens to learn, got 0 of them; raise max_length"):
         make("sft", tmp_path, train_dataset=prompts)

@@ -1,19 +1,24 @@
 """TRL's trainers of language models with the private step: one loss per example, or per pair of answers."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from transformers import Trainer
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from privgrad.data.dataset import by_user
+from privgrad.data.schema import ROW, require_unit
 from privgrad.errors import SamplingError, expected
+from privgrad.gradient.contribution import SampleGradient
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations import huggingface_models as models
 from privgrad.integrations.huggingface import PrivateTrainer
@@ -39,24 +44,36 @@ class _PrivateTRL(PrivateTrainer):
     _default_collator: ClassVar[Any] = None  # TRL makes its own
     _config: ClassVar[type[Any]]
 
-    def __init__(self, model: Any, args: Any, *, train_dataset: Any, **options: Any) -> None:
+    def __init__(
+        self, model: Any, args: Any, *, train_dataset: Any, unit: str = ROW, max_rows: int | None = None, **options: Any
+    ) -> None:
         name = type(self).__name__
+        require_unit(name, unit, max_rows)
         if not isinstance(args, self._config):
             kind = self._config.__name__
             raise expected(name, "args", f"to be a {kind}", type(args).__name__, f"give trl.{kind}(output_dir)")
         if not isinstance(train_dataset, Dataset):
             remedy = "give datasets.Dataset.from_list([...]): a stream has no known sampling rate"
             raise expected(name, "train_dataset", "to be a datasets.Dataset", type(train_dataset).__name__, remedy)
-        self._given = train_dataset
+        self._given, self._unit, self._max_rows = train_dataset, unit, max_rows
+        self._persons: TensorDataset | None = None  # the places of each person's rows, and their number
+        if unit != ROW:
+            self._privacy_unit = "user"
+            own = {"perturb": SampleGradient("user", max_rows)}
+            options["private_options"] = {**own, **(options.get("private_options") or {})}
         super().__init__(model, args, train_dataset=train_dataset, head_first=False, **options)
 
     def _send_telemetry(self) -> None:
         """Send nothing: TRL would report the model's type and the kind of the data's source."""
 
     def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
-        if plan.privacy_unit == "user":
-            remedy = "give PrivateTrainer one row of tokens per person, as docs/integrations.md shows"
-            yield Conflict("a plan for persons", remedy)
+        if plan.privacy_unit != self._privacy_unit:
+            remedy = (
+                'for persons, give unit (a column), max_rows and PrivacyPlan(privacy_unit="user"); else none of them'
+            )
+            yield Conflict(f"privacy_unit={plan.privacy_unit!r} with unit={self._unit!r}", remedy)
+        if self._unit not in (ROW, *self._given.column_names):
+            yield Conflict(f"unit={self._unit!r}", f"name one of {', '.join(self._given.column_names)}")
         if args.max_length is None:
             yield Conflict("max_length=None", "give a public max_length: each row is cut or padded to it")
         if (args.gradient_checkpointing_kwargs or {}).get("selective"):
@@ -80,6 +97,14 @@ class _PrivateTRL(PrivateTrainer):
                 if parameter.requires_grad:  # TRL has made it bfloat16, where small updates are lost
                     parameter.data = parameter.data.float()
         self._require_rows()
+        if self._max_rows is not None:
+            rows = cast(Any, self.train_dataset)
+            self._persons = by_user((torch.arange(len(rows)),), list(rows[self._unit]), cap=self._max_rows)
+            self._losses = partial(_person_losses, self._losses)
+
+    def _examples(self) -> tuple[Any, Collate]:
+        rows, collate = super()._examples()
+        return (rows, collate) if self._persons is None else (self._persons, _OfPersons(rows, collate))
 
     def _require_rows(self) -> None:
         """Raise SamplingError (NOT private) if no row is left, or if one is longer than the public length."""
@@ -108,15 +133,19 @@ class PrivateSFTTrainer(_PrivateTRL, SFTTrainer):
         model: a causal language model of transformers, or its name.
         args: an SFTConfig without packing. Choose max_length: its default, 1,024, is slow for short texts.
         train_dataset: the private examples, a datasets.Dataset.
+        unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
+            person together: the example is then the person, num_examples and batches count persons, and the loss is
+            the mean over the person's rows. A plan needs privacy_unit="user".
+        max_rows: for persons: the most rows of a person, a public number. Later rows are not used. Each step takes the
+            time of so many rows for every person.
         options: those of PrivateTrainer, such as target_epsilon, delta and num_examples, and those of SFTTrainer.
     Raises:
-        PrivacyError: as PrivateTrainer; for packing, rows without padding, persons with several texts, or
-            losses that mix examples.
+        PrivacyError: as PrivateTrainer; for packing, rows without padding, or losses that mix examples.
         SamplingError: no row has a token to learn, or prepared rows are longer than max_length.
     Privacy:
-        That of PrivateTrainer, for one row of train_dataset. A callback that generates texts shows what the model
-        makes of its prompts, without noise: give it public prompts. `eval_dataset` with the training rows is refused;
-        what a callback holds by itself cannot be seen.
+        That of PrivateTrainer, for one row of train_dataset, or one person. A callback that generates texts shows what
+        the model makes of its prompts, without noise: give it public prompts. `eval_dataset` with the training rows is
+        refused; what a callback holds by itself cannot be seen.
     """
 
     _hosts: ClassVar[tuple[type[Trainer], ...]] = (SFTTrainer,)
@@ -141,11 +170,12 @@ class PrivateDPOTrainer(_PrivateTRL, DPOTrainer):
         model: as in PrivateSFTTrainer.
         args: a DPOConfig whose loss_type is "sigmoid", "hinge" or "ipo".
         train_dataset: the private pairs, a datasets.Dataset.
+        unit, max_rows: as in PrivateSFTTrainer.
         options: those of PrivateTrainer, such as target_epsilon, delta and num_examples, and those of DPOTrainer.
     Raises:
         PrivacyError: as in PrivateSFTTrainer; also for a loss that needs other pairs.
     Privacy:
-        That of PrivateTrainer, for one pair. Several pairs of one person are several examples.
+        That of PrivateTrainer, for one pair; for all pairs of one person with unit and max_rows.
     """
 
     _hosts: ClassVar[tuple[type[Trainer], ...]] = (DPOTrainer,)
@@ -208,3 +238,23 @@ class _Pairs:
         reference = [columns[f"ref_{name}_logps"] for name in ("chosen", "rejected")]
 
         return pairs | {"ref_logps": torch.stack(reference, 1).float()}
+
+
+class _OfPersons:
+    """The columns of persons, (B, max_rows, ...), and the mask of their own rows; others are copies."""
+
+    def __init__(self, rows: Dataset, collate: Collate) -> None:
+        self._rows, self._collate = rows, collate
+
+    def __call__(self, items: list[Any]) -> dict[str, Tensor]:
+        places, counts = (torch.stack(part) for part in zip(*items, strict=True))
+        columns = self._collate([self._rows[place] for place in cast("list[int]", places.flatten().tolist())])
+        persons = {name: part.unflatten(0, (len(places), -1)) for name, part in columns.items()}
+        return persons | {"own": torch.arange(places.shape[1]) < counts[:, None]}
+
+
+def _person_losses(row_losses: models.Losses, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Compute the mean of the losses of each person's own rows, shape (B,)."""
+    own = batch["own"]
+    rows = {name: part.flatten(0, 1) for name, part in batch.items() if name != "own"}
+    return (row_losses(model, rows).view(own.shape) * own).sum(1) / own.sum(1)
