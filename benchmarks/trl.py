@@ -102,8 +102,8 @@ def train(kind: str, is_private: bool, checkpointing: bool, given: argparse.Name
     )
     meter = Meter()
     trainer = (private if is_private else ordinary)(
-        model,
-        args,
+        model=model,
+        args=args,
         train_dataset=Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>", eos_token="</s>"),
         peft_config=LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"),

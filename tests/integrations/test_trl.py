@@ -1,6 +1,7 @@
 """TRL's trainers with the private step: one loss per text or pair, exact, also on a base of 4 bits."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,15 +21,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     BitsAndBytesConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
 )
+from trl.trainer.callbacks import LogCompletionsCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from privgrad.engine.factored import Factored
 from privgrad.integrations.trl import PrivateDPOTrainer, PrivateSFTTrainer
@@ -310,9 +316,29 @@ def test_other_data_and_arguments_are_refused(tmp_path: Path):
     prompts = Dataset.from_list([{"prompt": words(n, LENGTH), "completion": " w1"} for n in range(COUNT)])
     with pytest.raises(pg.SamplingError, match="to keep rows with tokens to learn, got 0 of them; raise max_length"):
         make("sft", tmp_path, train_dataset=prompts)
+    prompts = prompts.map(lambda row: {"chosen": " w1", "rejected": " w2"}, remove_columns="completion")
+    with pytest.raises(pg.SamplingError, match="to keep rows with tokens to learn, got 0 of them; raise max_length"):
+        make("dpo", tmp_path, train_dataset=prompts)
+    plain = Dataset.from_list([{"text": words(n, 4)} for n in range(COUNT)])
+    with pytest.raises(pg.PrivacyError, match="completion_only_loss=True without completions; give columns prompt and"):
+        make("sft", tmp_path, {"completion_only_loss": True}, train_dataset=plain)
     long = Dataset.from_list([{"input_ids": [3] * size, "labels": [3] * size} for size in (4, 5, 12)])
     with pytest.raises(pg.SamplingError, match="at most max_length=8 tokens in a row, got a longer one"):
         make("sft", tmp_path, {"dataset_kwargs": {"skip_prepare_dataset": True}}, train_dataset=long)
+    ids = [[3, 4, 0, 0]] * COUNT
+    for labels, is_right in (({}, False), ({"labels": ids}, False), ({"labels": [[3, 4, -100, -100]] * COUNT}, True)):
+        padded = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1, 1, 0, 0]] * COUNT, **labels})
+        refused = pytest.raises(
+            pg.SamplingError, match="to have no padding to learn, got an attention_mask of 0 without"
+        )
+        with nullcontext() if is_right else refused:
+            make("sft", tmp_path / f"{is_right}", train_dataset=padded)
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    classifier = BertForSequenceClassification(BertConfig(vocab_size=24, num_hidden_layers=1, **sizes))
+    with pytest.raises(
+        pg.PrivacyError, match="a causal language model, got BertForSequenceClassification; train other"
+    ):
+        make("sft", tmp_path, model=classifier, peft_config=lora())
     balanced = smol()
     balanced.config.output_router_logits = True
     balanced.config.router_aux_loss_coef = 0.1
@@ -325,7 +351,23 @@ def test_other_data_and_arguments_are_refused(tmp_path: Path):
     args = SFTConfig(str(tmp_path), max_length=LENGTH, use_cpu=True, bf16=False)
     with pytest.raises(pg.PrivacyError, match=r"got Own\.compute_loss; give loss_fn too"):
         Own(smol(), args, train_dataset=texts(), processing_class=tokenizer(), **BUDGET)
-    assert not list(tmp_path.rglob("ledger.jsonl"))
+    assert not list((tmp_path / "False").rglob("ledger.jsonl")) + list(tmp_path.glob("ledger.jsonl"))
+
+
+def test_a_collator_that_pads_to_the_longest_spends_nothing(tmp_path: Path):
+    rows = Dataset.from_list([{"text": words(n, 2 + n % 5)} for n in range(COUNT)])
+    trainer = make("sft", tmp_path, train_dataset=rows, data_collator=DataCollatorForLanguageModeling(0))
+    with pytest.raises(pg.SamplingError, match="pad"):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 0
+
+
+def test_generation_from_rows_of_evaluations_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trainer = make("dpo", tmp_path, eval_dataset=pairs(4), peft_config=lora())
+    trainer.add_callback(LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=2), freq=3))
+    with caplog.at_level("INFO", "privgrad"):
+        trainer.train()
+    assert "LogCompletionsCallback shows what the model makes of the prompts of eval_dataset" in caplog.text
 
 
 FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

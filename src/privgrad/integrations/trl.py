@@ -28,6 +28,7 @@ from privgrad.training.external_loop import Conflict, changed_values, refuse
 
 _ROWS = ("input_ids", "attention_mask", "completion_mask")  # TRL stacks all chosen answers on all rejected ones
 _PACKING = "a packed row holds texts of several examples; give a small max_length, which is the public length of a row"
+_GENERATE = {"LogCompletionsCallback", "WeaveCallback"}  # TRL's, which generate from the rows of eval_dataset
 _MIXES = "it does not give one loss per example"
 _PAIRS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {  # (ratios, counts, beta) of pairs, (B, 2) -> (B,)
     "sigmoid": lambda ratios, _, beta: -F.logsigmoid(beta * (ratios[:, 0] - ratios[:, 1])),
@@ -55,6 +56,8 @@ class _PrivateTRL(PrivateTrainer):
         if not isinstance(train_dataset, Dataset):
             remedy = "give datasets.Dataset.from_list([...]): a stream has no known sampling rate"
             raise expected(name, "train_dataset", "to be a datasets.Dataset", type(train_dataset).__name__, remedy)
+        if isinstance(model, nn.Module):
+            _require_causal(name, model)
         self._given, self._unit, self._max_rows = train_dataset, unit, max_rows
         self._persons: TensorDataset | None = None  # the places of each person's rows, and their number
         if unit != ROW:
@@ -90,13 +93,13 @@ class _PrivateTRL(PrivateTrainer):
         )
 
     def _make_ready(self, model: nn.Module) -> None:
-        models.losses_of(model)  # it refuses a loss that balances experts over a batch
+        _require_causal(type(self).__name__, model)
         _keep_unpacked(model)
         if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
             for parameter in model.parameters():
                 if parameter.requires_grad:  # TRL has made it bfloat16, where small updates are lost
                     parameter.data = parameter.data.float()
-        self._require_rows()
+        self._require_rows(self.train_dataset)
         if self._max_rows is not None:
             rows = cast(Any, self.train_dataset)
             self._persons = by_user((torch.arange(len(rows)),), list(rows[self._unit]), cap=self._max_rows)
@@ -106,16 +109,28 @@ class _PrivateTRL(PrivateTrainer):
         rows, collate = super()._examples()
         return (rows, collate) if self._persons is None else (self._persons, _OfPersons(rows, collate))
 
-    def _require_rows(self) -> None:
-        """Raise SamplingError (NOT private) if no row is left, or if one is longer than the public length."""
-        rows, longest = cast(Any, self.train_dataset), cast(Any, self.args).max_length
-        name = type(self).__name__
+    def _say_and_start(self, *, is_resumed: bool) -> None:
+        super()._say_and_start(is_resumed=is_resumed)
+        for name in {type(one).__name__ for one in cast("list[object]", self.callback_handler.callbacks)} & _GENERATE:
+            told = f"{name} shows what the model makes of the prompts of eval_dataset, without noise"
+            arguments.tell(f"{told}: epsilon does not cover them. Take public prompts.")
+
+    def _require_rows(self, rows: Any) -> None:
+        """Raise SamplingError (NOT private) for no rows, padding with labels, or a row above the public length."""
+        name, longest = type(self).__name__, cast(Any, self.args).max_length
         if not len(rows):
             got, remedy = "0 of them", "raise max_length: prompts fill it, and TRL drops such rows"
             raise expected(name, "train_dataset", "to keep rows with tokens to learn", got, remedy, SamplingError)
         if "input_ids" in rows.column_names and max(map(len, rows["input_ids"])) > longest:
             condition, remedy = f"to have at most max_length={longest} tokens in a row", "cut the rows, or raise it"
             raise expected(name, "train_dataset", condition, "a longer one", remedy, SamplingError)
+        columns = cast("dict[str, list[list[int]]]", self._given.with_format(None))
+        if {"input_ids", "attention_mask"} <= set(self._given.column_names):
+            labels = columns["labels" if "labels" in self._given.column_names else "input_ids"]
+            for mask, row in zip(columns["attention_mask"], labels, strict=True):
+                if 0 in mask and any(label != models.IGNORED for label, own in zip(row, mask, strict=True) if not own):
+                    got, remedy = "an attention_mask of 0 without label -100", "give rows without padding: TRL pads"
+                    raise expected(name, "train_dataset", "to have no padding to learn", got, remedy, SamplingError)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as TRL does; refuse the training data, which TRL would copy first."""
@@ -156,6 +171,10 @@ class PrivateSFTTrainer(_PrivateTRL, SFTTrainer):
 
     def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
         yield from super()._host_conflicts(args, plan)
+        if args.completion_only_loss and not {"completion", "completion_mask", "labels"} & set(
+            self._given.column_names
+        ):
+            yield Conflict("completion_only_loss=True without completions", "give columns prompt and completion")
         remedy = "give loss_fn, (model, batch) -> losses of shape (B,), for another one"
         yield from changed_values(args, {"loss_type": ("nll", remedy)})
 
@@ -204,6 +223,8 @@ class PrivateDPOTrainer(_PrivateTRL, DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         _keep_unpacked(cast(nn.Module, self.model))
+        if name == "train":
+            self._require_rows(dataset)
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _train_collate(self) -> Collate:
@@ -217,6 +238,14 @@ class PrivateDPOTrainer(_PrivateTRL, DPOTrainer):
         ratios: Tensor = -losses.reshape(-1, 2) - batch["ref_logps"]
         counts = batch["completion_mask"].sum(2).clamp(min=1)
         return _PAIRS[cast(Any, self.args).loss_type[0]](ratios, counts, self.beta)
+
+
+def _require_causal(function: str, model: nn.Module) -> None:
+    """Raise PrivacyError unless a model is a causal language model whose losses do not mix examples."""
+    if models.losses_of(model) is not models.causal_lm_losses:
+        remedy = "train other models by PrivateTrainer, as docs/hugging-face.md shows"
+        got = type(models.base_of(model)).__name__
+        raise expected(function, "model", "to be a causal language model", got, remedy)
 
 
 def _keep_unpacked(model: nn.Module) -> None:
