@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {
     "accumulation": off(
         "gradient_accumulation_steps",
         4,
-        r"the plan's batch is one step, all of per_.*'microbatch_size': 2\}",
+        r"the plan's batch is one step, of per_.*'microbatch_size': 2\}",
         in_parts_of(2),
     ),
     "found size": off("auto_find_batch_size", True, r"'microbatch_size': 8\}", in_parts_of(8)),
