@@ -203,7 +203,9 @@ def test_a_budget_for_persons_counts_persons(kind: str, tmp_path: Path):
         "delta": 1e-2,
         "num_examples": COUNT // 2,
     }
-    trainer = make(kind, tmp_path, train_dataset=rows, eval_dataset=KINDS[kind][2](4), peft_config=lora(), **persons)
+    options: dict[str, Any] = {"train_dataset": rows, "eval_dataset": KINDS[kind][2](4), "peft_config": lora()}
+    trainer = make(kind, tmp_path, {"shuffle_dataset": True} if kind == "sft" else {}, **options, **persons)
+    assert list(trainer.train_dataset["owner"]) == list(rows["owner"])
     trainer.train()
     plan = trainer.private_grad.plan
     assert (plan.privacy_unit, plan.num_examples, plan.sample_rate) == ("user", COUNT // 2, 0.5)

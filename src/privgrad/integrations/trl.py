@@ -71,9 +71,7 @@ class _PrivateTRL(PrivateTrainer):
 
     def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
         if plan.privacy_unit != self._privacy_unit:
-            remedy = (
-                'for persons, give unit (a column), max_rows and PrivacyPlan(privacy_unit="user"); else none of them'
-            )
+            remedy = 'for persons, give unit (a column), max_rows and PrivacyPlan(privacy_unit="user")'
             yield Conflict(f"privacy_unit={plan.privacy_unit!r} with unit={self._unit!r}", remedy)
         if self._unit not in (ROW, *self._given.column_names):
             yield Conflict(f"unit={self._unit!r}", f"name one of {', '.join(self._given.column_names)}")
@@ -171,9 +169,8 @@ class PrivateSFTTrainer(_PrivateTRL, SFTTrainer):
 
     def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
         yield from super()._host_conflicts(args, plan)
-        if args.completion_only_loss and not {"completion", "completion_mask", "labels"} & set(
-            self._given.column_names
-        ):
+        args.shuffle_dataset &= self._unit == ROW  # the rows of others would decide which ones a person keeps
+        if args.completion_only_loss and not {"completion", "completion_mask", "labels"} & {*self._given.column_names}:
             yield Conflict("completion_only_loss=True without completions", "give columns prompt and completion")
         remedy = "give loss_fn, (model, batch) -> losses of shape (B,), for another one"
         yield from changed_values(args, {"loss_type": ("nll", remedy)})
