@@ -267,6 +267,24 @@ def test_what_heads_on_texts_have_reached_stands_in_the_records():
     assert all(run["epsilon"] <= run["target_epsilon"] for run in held)
 
 
+def test_what_a_private_step_of_trl_costs_stands_in_the_records():
+    runs = [json.loads(line) for line in (ROOT / "results/bench/trl.jsonl").read_text().splitlines()]
+    held = {(run["kind"], run["checkpointing"], run["round"], run["private"]): run for run in runs}
+    assert len(held) == len(runs)
+    assert len({key[:2] for key in held}) == 4
+    found = list[str]()
+    for names in (("seconds",), ("kept_mib", "peak_mib")):
+        cost = {key: sum(run[name] for name in names) for key, run in held.items()}
+        ratios = [cost[(*key, True)] / cost[(*key, False)] for *key, is_private in cost if is_private]
+        found += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+    page = " ".join((ROOT / "docs/language-models.md").read_text().split())
+    said = re.findall(
+        r"([\d.]+) to ([\d.]+) times the processor time .* and ([\d.]+) to ([\d.]+) times the memory", page
+    )
+    assert said == [tuple(found)]
+    assert f"{runs[0]['parameters'] / 1e6:.0f} million" in page
+
+
 def test_what_preconditioned_inputs_cost_stands_in_the_records():
     lines = map(json.loads, (ROOT / "results/bench/inputs.jsonl").read_text().splitlines())
     seconds = {(row["workload"], row["method"]): row["seconds"] for row in lines}

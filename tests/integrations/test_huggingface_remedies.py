@@ -154,7 +154,10 @@ CASES: dict[str, Case] = {
     ),
     "batch size": off("per_device_train_batch_size", 4, r"'microbatch_size': 4\}", in_parts_of(4)),
     "accumulation": off(
-        "gradient_accumulation_steps", 4, r"the plan's batch is one step; .*'microbatch_size': 2\}", in_parts_of(2)
+        "gradient_accumulation_steps",
+        4,
+        r"the plan's batch is one step, of per_.*'microbatch_size': 2\}",
+        in_parts_of(2),
     ),
     "found size": off("auto_find_batch_size", True, r"'microbatch_size': 8\}", in_parts_of(8)),
     "emptied cache": off("torch_empty_cache_steps", 1, r"'microbatch_size': 8\}", in_parts_of(8)),

@@ -1,5 +1,7 @@
 """TRL's trainers with the private step: one loss per text or pair, exact, also on a base of 4 bits."""
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,15 +21,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     BitsAndBytesConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
 )
+from trl.trainer.callbacks import LogCompletionsCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from privgrad.engine.factored import Factored
 from privgrad.integrations.trl import PrivateDPOTrainer, PrivateSFTTrainer
@@ -149,6 +156,66 @@ def test_a_step_has_the_gradients_of_single_examples(kind: str, checkpointing: b
         assert float((seen[0][name] - part).norm()) <= 1e-6 * size
 
 
+OWNERS = [math.isqrt(row) for row in range(COUNT)]  # 1, 3, 5, 7 and 8 rows of five persons
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_rows_of_a_person_are_clipped_together(kind: str, tmp_path: Path):
+    """The mean of the gradients of a person's first four rows, clipped once; every person, and no noise."""
+    model = get_peft_model(smol(), lora(init_lora_weights=False)).double()
+    plan = make_plan(
+        sample_rate=1.0,
+        expected_batch_size=5,
+        num_examples=5,
+        steps=1,
+        noise_multiplier=0.0,
+        max_grad_norm=0.25,
+        privacy_unit="user",
+    )
+    options: dict[str, Any] = {"unit": "owner", "max_rows": 4, "plan": plan, **dict.fromkeys(BUDGET)}
+    arguments = {"learning_rate": 0.1, "max_steps": 1, "per_device_train_batch_size": 5}
+    rows = KINDS[kind][2]().add_column("owner", OWNERS)
+    trainer = make(kind, tmp_path, arguments, model=model, train_dataset=rows, **options)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    wanted, norms = [torch.zeros_like(p) for p in parameters.values()], list[float]()
+    for person in range(5):
+        own = [row for row in trainer.train_dataset if row["owner"] == person][:4]
+        loss = torch.stack([own_loss(trainer.model.eval(), row) for row in own]).mean()
+        parts = torch.autograd.grad(loss, list(parameters.values()))
+        norms.append(float(torch.cat([part.flatten() for part in parts]).norm()))
+        wanted = [sum_ + min(1.0, 0.25 / norms[-1]) * part / 5 for sum_, part in zip(wanted, parts, strict=True)]
+    assert min(norms) < 0.25 < max(norms)
+    seen: list[pg.NoisyGradient] = []
+    trainer.private_grad.register_raw_observer(lambda step: seen.append(step.released))
+    trainer.train()
+    size = max(float(part.norm()) for part in wanted)
+    for name, part in zip(parameters, wanted, strict=True):
+        assert float((seen[0][name] - part).norm()) <= 1e-6 * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_for_persons_counts_persons(kind: str, tmp_path: Path):
+    rows = KINDS[kind][2]().add_column("owner", [f"person {row // 2}" for row in range(COUNT)])
+    persons: dict[str, Any] = {
+        "unit": "owner",
+        "max_rows": 2,
+        "target_epsilon": 8.0,
+        "delta": 1e-2,
+        "num_examples": COUNT // 2,
+    }
+    options: dict[str, Any] = {"train_dataset": rows, "eval_dataset": KINDS[kind][2](4), "peft_config": lora()}
+    trainer = make(kind, tmp_path, {"shuffle_dataset": True} if kind == "sft" else {}, **options, **persons)
+    assert list(trainer.train_dataset["owner"]) == list(rows["owner"])
+    trainer.train()
+    plan = trainer.private_grad.plan
+    assert (plan.privacy_unit, plan.num_examples, plan.sample_rate) == ("user", COUNT // 2, 0.5)
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(tmp_path / "out"))
+    assert "each person" in (tmp_path / "out" / "statement.txt").read_text()
+    with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data"):
+        trainer.evaluate(rows.select(range(4)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_reload_with_plain_peft(kind: str, tmp_path: Path):
     trainer = make(kind, tmp_path / "a", peft_config=lora())
@@ -236,14 +303,44 @@ def test_other_data_and_arguments_are_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="args to be a SFTConfig, got TrainingArguments"):
         PrivateSFTTrainer(smol(), TrainingArguments(str(tmp_path)), train_dataset=texts(), **BUDGET)
     plan = make_plan(steps=6, privacy_unit="user")
-    with pytest.raises(pg.PrivacyError, match="a plan for persons; give PrivateTrainer one row"):
+    with pytest.raises(pg.PrivacyError, match="privacy_unit='user' with unit='row'; for persons, give unit"):
         make("sft", tmp_path, {"per_device_train_batch_size": 8}, plan=plan, **dict.fromkeys(BUDGET))
+    of_persons: dict[str, Any] = {"unit": "owner", "max_rows": 2}
+    plan = make_plan(steps=6)
+    with pytest.raises(pg.PrivacyError, match="privacy_unit='example' with unit='owner', unit='owner'"):
+        make("sft", tmp_path, {"per_device_train_batch_size": 8}, plan=plan, **dict.fromkeys(BUDGET), **of_persons)
+    with pytest.raises(pg.PrivacyError, match="unit='owner'; name one of prompt, completion"):
+        make("sft", tmp_path, **of_persons)
+    with pytest.raises(
+        pg.PrivacyError, match="max_rows to be a whole number >= 1 for a unit with several rows, got None"
+    ):
+        make("sft", tmp_path, unit="prompt")
     prompts = Dataset.from_list([{"prompt": words(n, LENGTH), "completion": " w1"} for n in range(COUNT)])
     with pytest.raises(pg.SamplingError, match="to keep rows with tokens to learn, got 0 of them; raise max_length"):
         make("sft", tmp_path, train_dataset=prompts)
+    prompts = prompts.map(lambda row: {"chosen": " w1", "rejected": " w2"}, remove_columns="completion")
+    with pytest.raises(pg.SamplingError, match="to keep rows with tokens to learn, got 0 of them; raise max_length"):
+        make("dpo", tmp_path, train_dataset=prompts)
+    plain = Dataset.from_list([{"text": words(n, 4)} for n in range(COUNT)])
+    with pytest.raises(pg.PrivacyError, match="completion_only_loss=True without completions; give columns prompt and"):
+        make("sft", tmp_path, {"completion_only_loss": True}, train_dataset=plain)
     long = Dataset.from_list([{"input_ids": [3] * size, "labels": [3] * size} for size in (4, 5, 12)])
     with pytest.raises(pg.SamplingError, match="at most max_length=8 tokens in a row, got a longer one"):
         make("sft", tmp_path, {"dataset_kwargs": {"skip_prepare_dataset": True}}, train_dataset=long)
+    ids = [[3, 4, 0, 0]] * COUNT
+    for labels, is_right in (({}, False), ({"labels": ids}, False), ({"labels": [[3, 4, -100, -100]] * COUNT}, True)):
+        padded = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1, 1, 0, 0]] * COUNT, **labels})
+        refused = pytest.raises(
+            pg.SamplingError, match="to have no padding to learn, got an attention_mask of 0 without"
+        )
+        with nullcontext() if is_right else refused:
+            make("sft", tmp_path / f"{is_right}", train_dataset=padded)
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    classifier = BertForSequenceClassification(BertConfig(vocab_size=24, num_hidden_layers=1, **sizes))
+    with pytest.raises(
+        pg.PrivacyError, match="a causal language model, got BertForSequenceClassification; train other"
+    ):
+        make("sft", tmp_path, model=classifier, peft_config=lora())
     balanced = smol()
     balanced.config.output_router_logits = True
     balanced.config.router_aux_loss_coef = 0.1
@@ -256,7 +353,23 @@ def test_other_data_and_arguments_are_refused(tmp_path: Path):
     args = SFTConfig(str(tmp_path), max_length=LENGTH, use_cpu=True, bf16=False)
     with pytest.raises(pg.PrivacyError, match=r"got Own\.compute_loss; give loss_fn too"):
         Own(smol(), args, train_dataset=texts(), processing_class=tokenizer(), **BUDGET)
-    assert not list(tmp_path.rglob("ledger.jsonl"))
+    assert not list((tmp_path / "False").rglob("ledger.jsonl")) + list(tmp_path.glob("ledger.jsonl"))
+
+
+def test_a_collator_that_pads_to_the_longest_spends_nothing(tmp_path: Path):
+    rows = Dataset.from_list([{"text": words(n, 2 + n % 5)} for n in range(COUNT)])
+    trainer = make("sft", tmp_path, train_dataset=rows, data_collator=DataCollatorForLanguageModeling(0))
+    with pytest.raises(pg.SamplingError, match="pad"):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 0
+
+
+def test_generation_from_rows_of_evaluations_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trainer = make("dpo", tmp_path, eval_dataset=pairs(4), peft_config=lora())
+    trainer.add_callback(LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=2), freq=3))
+    with caplog.at_level("INFO", "privgrad"):
+        trainer.train()
+    assert "LogCompletionsCallback shows what the model makes of the prompts of eval_dataset" in caplog.text
 
 
 FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

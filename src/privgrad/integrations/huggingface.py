@@ -36,7 +36,7 @@ from privgrad.statement.model_card import write_privacy
 from privgrad.training.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.training.external_loop import Conflict, ExternalLoopStep, refuse
 from privgrad.training.run import StopData, charge_unused
-from privgrad.types import Batch
+from privgrad.types import Batch, PrivacyUnit
 
 _STATE = "privgrad.pt"  # the state of the private step, in the folder of a checkpoint
 _LEDGER = ContextVar[Ledger | None]("_LEDGER", default=None)  # of the training that runs, whose checkpoints are its own
@@ -137,6 +137,7 @@ class PrivateTrainer(Trainer):
             has_head = head_first and loss_fn is None and not isinstance(train_dataset, ClassRates)
             self._layer = start.last_layer(model) if has_head else None
             plan, self._head_plan = start.planned(numbers, self._layer, **arguments.sizes(args, numbers.num_examples))
+            plan = replace(plan, privacy_unit=self._privacy_unit)
         elif target_epsilon is not None or delta is not None or num_examples is not None:
             got = f"plan next to {target_epsilon}, {delta} and {num_examples}"
             raise expected("PrivateTrainer", "plan", "to replace target_epsilon, delta and num_examples", got)
@@ -155,7 +156,6 @@ class PrivateTrainer(Trainer):
             ),
         )
         arguments.log_replaced(args, plan)
-        ask_about_rows(train_dataset, plan.num_examples, plan.privacy_unit)
         self._noise_step, self._plan = noise_step, plan
         self._losses = self._default_losses(model) if loss_fn is None else loss_fn
         self._own_loss = loss_fn is None or plan.privacy_unit == "user"  # a row of evaluation data is no person
@@ -170,6 +170,7 @@ class PrivateTrainer(Trainer):
         )
         model = cast(nn.Module, self.model)  # TRL loads models by name, and adds adapters
         self._make_ready(model)
+        ask_about_rows(self._examples()[0], plan.num_examples, plan.privacy_unit)
         self.optimizer = self.create_optimizer() or self.optimizer  # a subclass may return nothing
         refuse("PrivateTrainer", arguments.rate_conflicts(self.optimizer, noise_step))
         # The Trainer calls it again when training begins, and a subclass may make another one each time.
@@ -192,6 +193,7 @@ class PrivateTrainer(Trainer):
 
     _hosts: ClassVar[tuple[type[Trainer], ...]] = ()  # bases of a subclass whose methods suit the private step
     _default_collator: ClassVar[Any] = staticmethod(default_data_collator)
+    _privacy_unit: PrivacyUnit = "example"  # of a training without a plan
 
     def _default_losses(self, model: nn.Module) -> models.Losses:
         """Return the loss of each example, for a training without loss_fn."""
@@ -203,6 +205,10 @@ class PrivateTrainer(Trainer):
 
     def _make_ready(self, model: nn.Module) -> None:
         """Change or refuse the model and the data that the constructor of a base class has prepared."""
+
+    def _examples(self) -> tuple[Any, Collate]:
+        """Return the data set whose items are the plan's examples, and what makes a batch's columns of them."""
+        return cast(Any, self.train_dataset), self._train_collate()
 
     def _train_collate(self) -> Collate:
         """Return the function that makes the columns of a training batch, with one row per example."""
@@ -220,7 +226,7 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
-        return DataLoader(_Epoch(self, self._train_collate()), batch_size=None)
+        return DataLoader(_Epoch(self, *self._examples()), batch_size=None)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -448,8 +454,8 @@ class _Columns:
 class _Epoch(IterableDataset[Any]):
     """The batches of one epoch."""
 
-    def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
-        self._trainer, self._collate, self._is_first = trainer, collate, True
+    def __init__(self, trainer: PrivateTrainer, dataset: Any, collate: Collate) -> None:
+        self._trainer, self._dataset, self._collate, self._is_first = trainer, dataset, collate, True
 
     def __len__(self) -> int:
         return self._trainer.private_step.epoch_steps
@@ -462,13 +468,13 @@ class _Epoch(IterableDataset[Any]):
             self._is_first = False
             # A resumed Trainer skips the first batches of its first epoch: their gradients were released.
             yield from [None] * (updates % step.epoch_steps)
-        dataset, args = cast("Any", self._trainer.train_dataset), self._trainer.args
+        args = self._trainer.args
         loading = {
             "num_workers": args.dataloader_num_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
         }
-        yield from step.batches(dataset, updates=updates, collate=self._collate, **loading)
+        yield from step.batches(self._dataset, updates=updates, collate=self._collate, **loading)
 
 
 def _given(**numbers: float | None) -> dict[str, Any]:

@@ -141,7 +141,10 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> Iterator[Confl
             "max_steps": (plan.steps, "the plan decides the number of steps"),
             "per_device_train_batch_size": (plan.expected_batch_size, memory),
             "max_grad_norm": (0.0, f"the plan clips each {_unit(plan)} to {plan.max_grad_norm:g}"),
-            "gradient_accumulation_steps": (1, f"the plan's batch is one step; {memory}"),
+            "gradient_accumulation_steps": (
+                1,
+                f"the plan's batch is one step, of per_device_train_batch_size; {memory}",
+            ),
             "train_sampling_strategy": ("random", ""),
             "auto_find_batch_size": (False, memory),
             "ignore_data_skip": (False, ""),
