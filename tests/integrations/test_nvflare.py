@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
+from pages import blocks
 from privgrad.data.dataset import by_user
 
 pytest.importorskip("nvflare", reason="NVFlare is not among the packages of the development environment; `make slow`")
@@ -613,3 +614,25 @@ def test_the_example_trains_private_sites(tmp_path: Path):
     assert found[:1] == ["accuracy"], last
     assert float(found[1].rstrip(",")) > 0.7
     assert float(found[5]) <= 4.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_pages_files_train_private_records(tmp_path: Path):
+    """client.py and job.py of docs/nvflare.md, for two of their 20 rounds and in the simulator."""
+    page = "docs/nvflare.md"
+    smaller = {"/secure": f"{tmp_path}", "num_rounds=20": "num_rounds=2", "steps=50": "steps=10"}
+    simulated = 'job.simulator_run("workspace", n_clients=3)'
+    smaller['job.export_job("jobs")  # or ' + simulated] = simulated
+    for block in blocks(page):
+        if block.title:
+            text = block.text
+            for old, new in smaller.items():
+                text = text.replace(old, new)
+            (tmp_path / block.title).write_text(text)
+    torch.save((torch.randn(8000, 30), torch.randint(0, 2, (8000,))), tmp_path / "data.pt")
+    assert start(tmp_path / "job.py", folder=tmp_path).wait() == 0
+    for number in (1, 2, 3):
+        folder = tmp_path / f"site-{number}"
+        assert charged(folder) == 20
+        assert "The rows in the training data are protected by" in (folder / "statement.txt").read_text()
