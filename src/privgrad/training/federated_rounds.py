@@ -193,7 +193,7 @@ class UserRounds(Rounds):
 class SiteRounds(Rounds):
     """The rounds of a site: each begins at weights of the server, and makes the next private steps of the site's plan.
 
-    A site that is killed goes on within its round, by a checkpoint next to its ledger. If the server sends the same
+    A site that is killed resumes within its round, by a checkpoint next to its ledger. If the server sends the same
     weights again, the last answer stands, at no cost. Errors begin with the public `function`.
     """
 
@@ -262,7 +262,7 @@ def checked_update(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor
 
 
 def misfit(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return why received values have other names or forms than one's own, or are not finite; "" if they fit."""
+    """Return why received values have other names or forms than the model, or are not finite; "" if they fit."""
     if values.keys() != own.keys():
         more, missing = sorted(values.keys() - own.keys()), sorted(own.keys() - values.keys())
         return f"names that are not trained here {more[:3]} and missing names {missing[:3]}"
