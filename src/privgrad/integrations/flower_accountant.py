@@ -59,7 +59,8 @@ class LedgerAccountant:
         if method is SamplingMethod.WITHOUT_REPLACEMENT:
             raise expected("LedgerAccountant", "sampling_method", "to be poisson or no-amplification", method, remedy)
         require_integer("LedgerAccountant", "rounds", 1 if rounds is None else rounds, 1)
-        self._config, self._rounds, self._user = config, rounds, user
+        self._config, self._rounds = config, rounds
+        self._user: User = user
         self._stream = secrets.token_hex(4)  # no two ledgers share a draw
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
         if facts := self.ledger.plan_facts:
