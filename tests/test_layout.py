@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3019,  # rows of a person; casts in double precision; the function that hides a parameter
         "heads": 1602,  # confidence of two classes; counts; models of a table; a search within one epsilon
-        "integrations": 3002,  # TRL, NVFlare, Flower's accountant, records of sites; a start from a head, losses
+        "integrations": 3003,  # TRL, NVFlare, Flower's accountant, records of sites; a start from a head, losses
         "ledger": 1534,  # ordinary steps, or steps that move nothing; a budget reads each line back; epochs are whole
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
