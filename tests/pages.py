@@ -474,6 +474,8 @@ GIVEN = {
 
 # Commands that are not run from the documents: how they begin, and why not.
 NOT_RUN = {
+    "flwr run": "needs Ray; test_flower_sites runs it",
+    "flower-super": "servers, with certificates; flower_job starts them without",
     "privgrad data fetch": "needs the network; test_data_fetching.py fetches from a server of its own",
     "make ": "what starts these tests, or takes longer than they do",
     "python -m benchmarks": "measures time, which no test does",

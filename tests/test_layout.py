@@ -28,11 +28,11 @@ MOST_MODULES = 12  # at the root of privgrad
 # Lines of Python by room; "(root)" holds the modules that are no folder. A number that rises needs a reason in its row.
 ROOMS: dict[str, dict[str, int]] = {
     "privgrad": {
-        "(root)": 3675,  # what was released; `fix`; plans in epochs, whose batch size is their mean, and for attacks
+        "(root)": 3684,  # what a user is; `fix`; plans in epochs, whose batch size is their mean, and for attacks
         "accounting": 1306,  # steps of a number of epochs; epochs, their cost on disk, attacks
         "audit": 1280,  # one's own training, by canaries, where noise of two steps may be related
         "checks": 1886,  # rounding told from a branch; `fix`; one gradient at a time; rare rows; what collate keeps
-        "cli": 630,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
+        "cli": 631,  # `privgrad predict`, `doctor --rewrite`; calibrate takes epochs; rows of a person; NIST, registry
         "clip": 1206,  # sums of shards, one parameter at a time; one look at a chunk, and the checked way
         "data": 1641,  # pairs of columns; counts; columns of persons; few odd values; numbers as labels; categories
         "diagnostics": 685,
@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "features": 1857,  # hat codes; short names of models
         "gradient": 3019,  # rows of a person; casts in double precision; the function that hides a parameter
         "heads": 1602,  # confidence of two classes; counts; models of a table; a search within one epsilon
-        "integrations": 3154,  # TRL, also for persons; NVFlare, Flower's accountant, records of sites; a started head
+        "integrations": 3088,  # TRL, also for persons; NVFlare, Flower's accountant, records of sites; a started head
         "ledger": 1534,  # ordinary steps, or steps that move nothing; a budget reads each line back; epochs are whole
         "models": 184,  # hidden units of a head
         "noise": 554,  # shards of one noise; two normals of a GPU; the charge begins in here
@@ -48,8 +48,8 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
-        "statement": 975,  # weights that others moved; rows of a person, plans at once; epochs, trade-off curves, NIST
-        "training": 2565,  # confidence; rounds of users, from integrations; shards of a model, also saved; rules
+        "statement": 978,  # what a user is; weights others moved; rows of a person, plans at once; curves, NIST
+        "training": 2664,  # confidence; rounds of users and sites; shards of a model, saved too; rules
     },
     "privgrad_lab": {
         "(root)": 4115,  # trials, mixed precision, TF-IDF; old files rewritten; differences of seeds; numbers as labels

@@ -43,7 +43,7 @@ from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling.draws import BatchSampler
 from privgrad.sampling.loading import Collate, Data, batches, refuse_habits
-from privgrad.types import SHUFFLED, Batch, PrivacyUnit, SamplingScheme
+from privgrad.types import SHUFFLED, Batch, PrivacyUnit, SamplingScheme, User
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # recorded of the plan that a training simulates
 _CANDIDATES = (2, 4, 8, 16, 32, 64)  # numbers of bands that "auto" tries
@@ -84,6 +84,7 @@ class PrivacyPlan:
         correlation: noise.Banded(bands) for noise that partly cancels over the steps, for batches that are a small
             part of the data; None for independent noise. Step t then draws from one of `bands` groups of people, at
             `bands` times the sample rate.
+        user: what a user is, in the words of the statement: "person", "device" or "site", such as a hospital.
         simulates: the plan that this one simulates in smaller batches, or None. `scaled` sets it; do not set it by
             hand. With it, epsilon is infinite.
     Raises:
@@ -110,6 +111,7 @@ class PrivacyPlan:
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"
     correlation: Banded | None = None
+    user: User = "person"
     simulates: "PrivacyPlan | None" = None
 
     neighboring_relation: ClassVar[str] = "add or remove one"
@@ -141,6 +143,7 @@ class PrivacyPlan:
         if self.noise_on_grid and self.noise_multiplier == 0:
             raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
+        require_choice(function, "user", self.user, get_args(User))
         _require_scheme(function, self.sampling)
         # All examples of a user are clipped as one anyway.
         self._require_epochs()
@@ -209,6 +212,7 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
         correlation: Banded | Literal["auto"] | None = None,
+        user: User = "person",
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
@@ -302,6 +306,7 @@ class PrivacyPlan:
             noise_on_grid=noise_on_grid,
             privacy_unit=privacy_unit,
             correlation=correlation,
+            user=user,
         )
 
     @classmethod
@@ -319,6 +324,7 @@ class PrivacyPlan:
         seed: int | None = None,
         noise_on_grid: bool = False,
         correlation: Banded | None = None,
+        user: User = "person",
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
@@ -358,6 +364,7 @@ class PrivacyPlan:
             "noise_on_grid": noise_on_grid,
             "correlation": correlation,
             "privacy_unit": "user",
+            "user": user,
         }
         if target_epsilon is not None:
             return cls.for_budget(target_epsilon=target_epsilon, **numbers)
@@ -605,6 +612,7 @@ class PrivacyPlan:
             "privacy_unit": self.privacy_unit,
             "noise_memory": memory,
             "simulates": None if simulated is None else {name: getattr(simulated, name) for name in _SCALED},
+            **({} if self.user == "person" else {"user": self.user}),
         }
 
 

@@ -19,6 +19,7 @@ SamplingScheme = Literal["poisson", "truncated", "epochs"]
 SHUFFLED = "fixed"  # in records: batches of one size, as of a shuffled DataLoader, which no accountant covers
 PRIVATE_MOMENT = "private second moment, counted on a ledger of its own"  # the source of features that it whitens
 PrivacyUnit = Literal["example", "user"]
+User = Literal["person", "device", "site"]  # what a user is, in the words of a statement
 LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses, shape (B,)
 
 

@@ -46,7 +46,7 @@ def accuracy(model: nn.Module) -> float:
 def user_plan(**changed: Any) -> pg.PrivacyPlan:
     """Three hospitals, all in each round. So few protect each other little, at any useful noise."""
     numbers: dict[str, Any] = {"noise_multiplier": 0.2, "delta": 0.01, "max_update_norm": 3.0, **changed}
-    return pg.PrivacyPlan.for_users(num_users=SITES, expected_cohort_size=SITES, rounds=ROUNDS, **numbers)
+    return pg.PrivacyPlan.for_users(num_users=SITES, expected_cohort_size=SITES, rounds=ROUNDS, user="site", **numbers)
 
 
 def record_plan(**changed: Any) -> pg.PrivacyPlan:

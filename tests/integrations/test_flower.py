@@ -359,7 +359,7 @@ LOST: dict[str, tuple[str, Callable[[], DirectGrid]]] = {
     "offline": ("8 x not connected", lambda: DirectGrid(echo, offline=range(USERS))),
     "late": ("8 x no reply in time", lambda: DirectGrid(echo, late=range(USERS))),
     "frozen parameters, too": (
-        r"8 x names that the server does not train \['0.bias', '0.weight'\] and missing names \[\]",
+        r"8 x names that are not trained here \['0.bias', '0.weight'\] and missing names \[\]",
         lambda: DirectGrid(echo),
     ),
     "other names": (
@@ -383,7 +383,7 @@ LOST: dict[str, tuple[str, Callable[[], DirectGrid]]] = {
         lambda: DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, 0 * value))),
     ),
     "not finite": (
-        "8 x an update that is not finite",
+        "8 x numbers that are not finite",
         lambda: DirectGrid(lambda m, _: sent(m, lambda name, value: trained(name, value / 0))),
     ),
 }

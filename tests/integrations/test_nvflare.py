@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
+from pages import blocks
 from privgrad.data.dataset import by_user
 
 pytest.importorskip("nvflare", reason="NVFlare is not among the packages of the development environment; `make slow`")
@@ -156,7 +157,10 @@ def test_epsilon_by_round_stands_with_the_results_on_public_data(tmp_path: Path)
     assert all("at delta 0.001, accuracy 0.5" in line for line in told)
     assert [event.metrics for event in controller.events] == [{"epsilon": r["epsilon"], "accuracy": 0.5} for r in rows]
     statement = (tmp_path / "released" / "statement.txt").read_text()
-    assert "one person is one of 3 sites" in statement
+    assert "- The sites in the training data are protected by differential privacy with epsilon" in statement
+    assert "one site with all data of this site" in statement
+    assert "was declared to have 3 sites" in statement
+    assert " person " not in statement
     assert json.loads((tmp_path / "released" / "statement.json").read_text())["numbers"]["releases"] == 3
 
 
@@ -196,7 +200,7 @@ def test_a_crash_loses_no_charge(lost: str, tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("privgrad.integrations.nvflare.write_checkpoint", killed)
+        patch.setattr("privgrad.integrations.nvflare.UserRounds.write", killed)
         with pytest.raises(KeyboardInterrupt):
             Direct(plan, tmp_path, killed if lost == "answers" else honest).run()
     spent = 1 if lost == "answers" else 2
@@ -509,9 +513,13 @@ def test_a_repeated_round_is_answered_again_at_no_cost_also_after_a_crash(tmp_pa
     site, _ = make_site(tmp_path)
     require_equal(site.train(asked(0)).params, first.params)
     assert charged(tmp_path) == 2
-    other = site.train(asked(1))  # another round
-    assert charged(tmp_path) == 4
-    assert any(not torch.equal(value, first.params[name]) for name, value in other.params.items())
+    require_equal(site.train(asked(1)).params, first.params)  # FedAvg began again: what counts is the model
+    assert charged(tmp_path) == 2
+    lost = asked(1)
+    lost.params["0.bias"] += torch.nan
+    with pytest.raises(pg.PrivacyError, match="the server's weights to fit the site's model"):
+        site.train(lost)
+    assert charged(tmp_path) == 2
 
 
 @pytest.mark.parametrize("arrays", [False, True])
@@ -522,7 +530,7 @@ def test_a_killed_site_keeps_its_charges_and_goes_on(arrays: bool, tmp_path: Pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(site._optimizer, "step", killed)
+        patch.setattr(site._rounds.private_step.optimizer, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             site.train(asked(0))
     site.private_grad.ledger.close()
@@ -533,7 +541,7 @@ def test_a_killed_site_keeps_its_charges_and_goes_on(arrays: bool, tmp_path: Pat
         question.params = {name: value.numpy() for name, value in question.params.items()}
     answer = site.train(question)
     assert all(isinstance(value, np.ndarray) == arrays for value in answer.params.values())
-    assert charged(tmp_path) == 4
+    assert charged(tmp_path) == 3  # the lost step is one of the round's three
     with pytest.raises(pg.PrivacyError, match="ledger"):
         make_site(tmp_path)
 
@@ -606,3 +614,25 @@ def test_the_example_trains_private_sites(tmp_path: Path):
     assert found[:1] == ["accuracy"], last
     assert float(found[1].rstrip(",")) > 0.7
     assert float(found[5]) <= 4.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_pages_files_train_private_records(tmp_path: Path):
+    """client.py and job.py of docs/nvflare.md, for two of their 20 rounds and in the simulator."""
+    page = "docs/nvflare.md"
+    smaller = {"/secure": f"{tmp_path}", "num_rounds=20": "num_rounds=2", "steps=50": "steps=10"}
+    simulated = 'job.simulator_run("workspace", n_clients=3)'
+    smaller['job.export_job("jobs")  # or ' + simulated] = simulated
+    for block in blocks(page):
+        if block.title:
+            text = block.text
+            for old, new in smaller.items():
+                text = text.replace(old, new)
+            (tmp_path / block.title).write_text(text)
+    torch.save((torch.randn(8000, 30), torch.randint(0, 2, (8000,))), tmp_path / "data.pt")
+    assert start(tmp_path / "job.py", folder=tmp_path).wait() == 0
+    for number in (1, 2, 3):
+        folder = tmp_path / f"site-{number}"
+        assert charged(folder) == 20
+        assert "The rows in the training data are protected by" in (folder / "statement.txt").read_text()

@@ -154,7 +154,7 @@ def earlier_rounds_too(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
 
 
 def everyone_asked(patch: Patch) -> None:
-    from privgrad.training.user_rounds import UserRounds
+    from privgrad.training.federated_rounds import UserRounds
 
     real = UserRounds.draw
 

@@ -285,6 +285,31 @@ def test_people_are_called_people():
         statement([ledger, trained()])
 
 
+@pytest.mark.parametrize(("user", "many"), [("person", "people"), ("device", "devices"), ("site", "sites")])
+def test_a_user_is_called_what_the_plan_says_it_is(user: Any, many: str):
+    ledger = ledger_of_people(user=user)
+    ledger.charge(pg.accounting.Release(1.0, 1 / 6), draw="one", limit=2)
+    said = statement([ledger], appendix="nist")
+    text, page = str(said), said.to_html()
+    assert f"- The {many} in the training data are protected by differential privacy" in text
+    assert f"one {user} with all data of this {user}" in text
+    assert f"Neighbors differ by one {user} more or less" in text
+    assert f"{many} not in the data" in text
+    assert f"declared to have 30 {many} or more" in page
+    told = registry_record(said)["deployment"]["privacy_loss"]["privacy_unit"]
+    assert told == f"{user.capitalize()}, with all data of this {user}"
+    if user != "person":
+        assert not re.search(r"\b(a|one|this|each) person\b", text)
+        with pytest.raises(pg.PrivacyError, match="one user and add or remove one user"):
+            statement([ledger, ledger_of_people()])
+
+
+def test_a_user_is_one_of_three_kinds():
+    with pytest.raises(pg.PrivacyError, match="user to be 'person', 'device' or 'site', got 'hospital'"):
+        ledger_of_people(user="hospital")
+    assert ledger_of_people(user="site", noise_multiplier=None, target_epsilon=3.0).plan_facts["user"] == "site"
+
+
 def test_the_rows_of_a_person_that_are_used_are_stated():
     def of_heads(*rows: int, alone: bool = False) -> str:
         made: list[pg.Ledger] = []
@@ -302,10 +327,9 @@ def test_the_rows_of_a_person_that_are_used_are_stated():
     assert "rows of a person are used" not in of_heads(4, alone=True)  # where not all are known
 
 
-def ledger_of_people() -> pg.Ledger:
-    plan = pg.PrivacyPlan.for_users(
-        num_users=30, expected_cohort_size=5, rounds=2, max_update_norm=1.0, delta=1e-3, noise_multiplier=1.0
-    )
+def ledger_of_people(**changed: Any) -> pg.Ledger:
+    numbers: dict[str, Any] = {"expected_cohort_size": 5, "rounds": 2, "noise_multiplier": 1.0, **changed}
+    plan = pg.PrivacyPlan.for_users(num_users=30, max_update_norm=1.0, delta=1e-3, **numbers)
     ledger = pg.Ledger()
     ledger.bind(plan.public_facts)
     return ledger

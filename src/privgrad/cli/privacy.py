@@ -103,7 +103,8 @@ def _note(facts: Facts, records: Mapping[Path, Ledger]) -> None:
     """Print what the statement says of the epsilon besides the number, and on files that lack something."""
     said = written(facts)
     if facts.privacy_unit == "user":
-        note("the privacy unit is a person with all of their data: num examples and batch sizes count people")
+        words = f"a {facts.one} with all of their data: num examples and batch sizes count {facts.many}"
+        note(f"the privacy unit is {words}")
     for sentence in said.sections[0].sentences[said.is_guarantee :]:
         note(sentence)
     for path, record in records.items():

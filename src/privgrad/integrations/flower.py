@@ -4,7 +4,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from privgrad.errors import BudgetExceededError, did_you_mean, expected, require_integer
+from privgrad.errors import did_you_mean, expected, require_integer
 from privgrad.gradient.transform import Preconditioner
 from privgrad.integrations.flower_accountant import LedgerAccountant as LedgerAccountant
 from privgrad.ledger.ledger import Ledger
@@ -25,8 +24,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.loading import Data
 from privgrad.training.external_loop import Conflict, refuse
-from privgrad.training.run import first_step, require_optimizer
-from privgrad.training.user_rounds import UserRounds, checked_update
+from privgrad.training.federated_rounds import SiteRounds, UserRounds, checked_update
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
@@ -309,38 +307,25 @@ def record_client_app(
         All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. A
         repeated round is charged again. num-examples is the plan's public number.
     """
-    name, remedy = "record_client_app", "leave this site out"
+    name = "record_client_app"
     require_integer(name, "steps", steps, 1)
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
         config: Any = message.content.config_records.get(_CONFIG) or ConfigRecord()
-        model = make_model()
-        sent = message.content.array_records[_ARRAYS].to_torch_state_dict()
-        if not all(bool(value.isfinite().all()) for value in sent.values()):  # of one site, averaged by FedAvg
-            raise expected(name, "the server's weights", "to be finite", "NaN", "resume an earlier round")
-        model.load_state_dict(sent)
+        model, sent = make_model(), message.content.array_records[_ARRAYS].to_torch_state_dict()
         private_grad = make_private_grad(context, model)
-        plan, ledger = private_grad.plan, private_grad.ledger
         try:
-            if ledger.path is None:
-                raise expected(name, "the ledger", "to have a path, to last over rounds", ledger.path)
-            start, most = first_step(private_grad, ledger.next_step), f"to be at most the plan's {plan.steps}"
-            if start >= plan.steps:
-                raise expected(name, "steps", most, start + 1, remedy, BudgetExceededError)
-            optimizer = require_optimizer(name, private_grad, make_optimizer(model))
-            private_grad.load_state_dict(private_grad.state_dict() | {"step": start})
-            for batch in islice(plan.batches(data_of(context), start=start, epoch_key=ledger.epoch_key), steps):
-                optimizer.step(grad=private_grad(batch))
+            SiteRounds(name, private_grad, make_optimizer(model), data_of(context), steps).train(sent)
             spent = _spent(private_grad)
         finally:
-            ledger.close()
+            private_grad.ledger.close()
         after = model.state_dict()
         if names := config.get(_TRAINED):
             arrays = ArrayRecord({name: sent[name].to(after[name]) - after[name] for name in names})
             return Message(RecordDict({_ARRAYS: arrays}), reply_to=message)
-        told = MetricRecord({"num-examples": plan.num_examples} | spent)
+        told = MetricRecord({"num-examples": private_grad.plan.num_examples} | spent)
         return Message(RecordDict({_ARRAYS: ArrayRecord(after), "metrics": told}), reply_to=message)
 
     return app

@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 from flwr.serverapp import GaussianPrivacyEvent, NeighboringRelation, PrivacyConfig, PrivacySpent, SamplingMethod
+from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from privgrad.accounting.accountant import epsilon, steps_for_budget
 from privgrad.accounting.mechanisms import Release, mechanisms_of
 from privgrad.errors import BudgetExceededError, expected, readable, require_integer, require_nonnegative
 from privgrad.ledger.ledger import Ledger
 from privgrad.plan import PrivacyPlan
+from privgrad.types import User
 
 # The strategy adds the noise, and Flower's wrappers do so by numpy.random.normal.
 _GENERATOR = "the strategy's own generator (in Flower's wrappers numpy's, which is not cryptographic)"
@@ -34,6 +36,7 @@ class LedgerAccountant:
         config: of flwr.serverapp. Delta, the population, how its members are drawn, and the budget `max_epsilon`.
         ledger: path of the ledger's file, or a Ledger; None keeps it in memory.
         rounds: the planned number of releases, >= 1, which the statement names. None: as many as max_epsilon allows.
+        user: what a member of the population is, as in PrivacyPlan: "site" for hospitals.
     Raises:
         PrivacyError: samples of a fixed size; a ledger of another configuration, or that a running server has locked;
             an event of another population, or of other noise or size than those before it.
@@ -44,7 +47,12 @@ class LedgerAccountant:
     """
 
     def __init__(
-        self, config: PrivacyConfig, ledger: Ledger | str | os.PathLike[str] | None = None, *, rounds: int | None = None
+        self,
+        config: PrivacyConfig,
+        ledger: Ledger | str | os.PathLike[str] | None = None,
+        *,
+        rounds: int | None = None,
+        user: User = "person",
     ) -> None:
         method = config.sampling_method
         remedy = "train by PrivateStrategy, which draws Poisson cohorts, or take flwr's RdpAccountant"
@@ -52,6 +60,7 @@ class LedgerAccountant:
             raise expected("LedgerAccountant", "sampling_method", "to be poisson or no-amplification", method, remedy)
         require_integer("LedgerAccountant", "rounds", 1 if rounds is None else rounds, 1)
         self._config, self._rounds = config, rounds
+        self._user: User = user
         self._stream = secrets.token_hex(4)  # no two ledgers share a draw
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
         if facts := self.ledger.plan_facts:
@@ -107,12 +116,17 @@ class LedgerAccountant:
         return PrivacySpent(self.get_epsilon(delta), delta, self.num_releases, "pld")
 
     def would_exceed(self, event: GaussianPrivacyEvent, max_epsilon: float | None = None, count: int = 1) -> bool:
-        """Return whether so many further releases would cost more than max_epsilon, or are more than were planned."""
+        """Return whether so many further releases would cost more than max_epsilon.
+
+        Raises:
+            PrivacyBudgetExhausted: they are more than `rounds`. Flower's wrappers would name max_epsilon in its place.
+        """
         require_integer("LedgerAccountant.would_exceed", "count", count, 1)
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
         after = [*self.ledger.charged, replace(self._release(event), count=count)]
-        is_beyond = self._rounds is not None and self.num_releases + count > self._rounds
-        return is_beyond or (limit is not None and epsilon(after, delta=self._config.target_delta) > limit)
+        if self._rounds is not None and self.num_releases + count > self._rounds:
+            raise PrivacyBudgetExhausted(f"All {self._rounds} planned rounds are released: stop here.")
+        return limit is not None and epsilon(after, delta=self._config.target_delta) > limit
 
     def state_dict(self) -> dict[str, object]:
         """Return the configuration and the charges, which JSON can hold, as flwr's RdpAccountant does."""
@@ -189,6 +203,7 @@ class LedgerAccountant:
             num_examples=config.population_size,
             delta=config.target_delta,
             privacy_unit="user",
+            user=self._user,
         )
         own = {"expected_batch_size": event.sample_size, "max_grad_norm": None, "noise_generator": _GENERATOR}
         most = {"max_epsilon": config.max_epsilon, "rounds": self._rounds}  # a change of either needs another ledger

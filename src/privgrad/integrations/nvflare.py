@@ -2,7 +2,6 @@
 # pyright: basic, reportMissingImports=false, reportOptionalMemberAccess=false
 # NVFlare is not among the packages of the development environment.
 
-import hashlib
 import json
 import os
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad.accounting.accountant import rounded_up
-from privgrad.errors import BudgetExceededError, expected
+from privgrad.errors import expected
 from privgrad.gradient.transform import Preconditioner
 from privgrad.ledger.ledger import Ledger
 from privgrad.optim import OPTIMIZERS, PrivateOptimizer
@@ -38,10 +36,8 @@ from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling.loading import Collate, Data
 from privgrad.statement.saved import save
-from privgrad.statement.text import About, statement
-from privgrad.training.checkpoint import damage_refused, read_checkpoint, write_checkpoint
-from privgrad.training.external_loop import ExternalLoopStep
-from privgrad.training.user_rounds import UserRounds, checked_update, no_loss
+from privgrad.statement.text import statement
+from privgrad.training.federated_rounds import SiteRounds, UserRounds, checked_update, misfit, no_loss
 from privgrad.types import LossFunction
 
 _POLL = 1.0  # seconds between queries for the connected sites
@@ -119,13 +115,13 @@ class PrivateController(ModelController):
                 "PrivateController",
                 self._model,
                 optimizer,
-                self._plan,
+                replace(self._plan, user="site"),
                 ledger=ledger,
                 ids=self._sites,
                 places="sites",
                 form=_TYPES,
             )
-            resume("PrivateController", rounds, folder / _CHECKPOINT)
+            rounds.resume(folder / _CHECKPOINT)
             for _ in range(self._num_rounds or self._plan.steps):
                 if rounds.private_step.is_spent or self.abort_signal.triggered:
                     break
@@ -133,9 +129,7 @@ class PrivateController(ModelController):
             if rounds.private_step.is_spent:
                 self.info(f"The plan's {self._plan.steps} rounds are spent.")
             if ledger.releases:
-                # A statement speaks of people.
-                about = About(data=f"one person is one of {self._plan.num_examples} sites, with all its records")
-                save(self._model, folder / _RELEASED, ledger=ledger, about=about, overwrite=True)
+                save(self._model, folder / _RELEASED, ledger=ledger, overwrite=True)
         finally:
             ledger.close()
 
@@ -166,7 +160,7 @@ class PrivateController(ModelController):
         missing = {site: "no usable reply in time" if site in asked else "not connected" for site in drawn}
         found = [_update(answers[s], parameters, others) if s in answers else missing[s] for s in drawn]
         rounds.release(batch, found)
-        write_checkpoint(rounds.state_dict() | {"averaged": None}, folder / _CHECKPOINT)
+        rounds.write(folder / _CHECKPOINT)
         assert self._plan.delta is not None  # for_users asks for it
         epsilon = rounds.private_grad.ledger.epsilon(delta=self._plan.delta)
         public = dict(self.evaluate(self._model))
@@ -228,7 +222,7 @@ class PrivacyNoise(DXOFilter):
         if plan.num_examples != 1 or plan.privacy_unit != "user":
             got, remedy = f"{plan.num_examples} of unit {plan.privacy_unit!r}", "make it by for_users(num_users=1, ...)"
             raise expected("PrivacyNoise", "plan", "to be for one user, the site", got, remedy)
-        self._plan, self._folder = plan, os.path.abspath(folder)
+        self._plan, self._folder = replace(plan, user="site"), os.path.abspath(folder)
         self._states: dict[str, tuple[PrivateGradient, list[str]]] = {}
         self._turn = threading.Lock()  # the server filters the results of several sites at once
 
@@ -269,14 +263,8 @@ class PrivacyNoise(DXOFilter):
             private_grad = PrivateGradient(held, no_loss, self._plan, perturb=ReportedUpdate(), ledger=ledger)
             self._states[site] = private_grad, [*update]
         private_grad, names = self._states[site]
-        forms = {names[int(place)]: p.shape for place, p in private_grad.model.named_parameters()}
-        if forms != {name: value.shape for name, value in update.items() if value.is_floating_point()}:
-            other = [
-                name
-                for name, value in update.items()
-                if forms.get(name) != value.shape or not value.is_floating_point()
-            ]
-            got = f"{len(update)} arrays, of which {len(other)} are others {other[:3]}"
+        own = {names[int(place)]: p for place, p in private_grad.model.named_parameters()}
+        if got := misfit({n: v.nan_to_num() for n, v in update.items()}, own):  # that it is not finite is private
             remedy = "send the same floating-point arrays in each round; leave counters of BatchNorm out"
             raise expected("PrivacyNoise", "an update", "to have the form of the site's first", got, remedy)
         ledger = private_grad.ledger
@@ -308,7 +296,7 @@ class PrivateSite:
         data: the site's own data.
         optimizer: from privgrad.optim, over the same model. Its state lasts over the rounds.
         plan: the site's own; a plan for examples.
-        folder: the site's own: it has ledger.jsonl, checkpoint.pt and statement.txt.
+        folder: the site's own: it has ledger.jsonl, ledger.pt and statement.txt.
         steps: private steps per round, >= 1. The last round has what is left.
         collate: as in plan.batches.
         private_options: more arguments of PrivateGradient, such as clip or precondition.
@@ -340,59 +328,16 @@ class PrivateSite:
         self._folder.mkdir(parents=True, exist_ok=True)
         ledger = Ledger(self._folder / _LEDGER)
         self.private_grad = PrivateGradient(model, loss_fn, plan, ledger=ledger, **private_options)
-        self.private_step = ExternalLoopStep("PrivateSite", model, self.private_grad, optimizer)
-        self._model, self._optimizer, self._data, self._collate = model, optimizer, data, collate
-        self._steps, self._asked = steps, ""
-        resume("PrivateSite", self, self._folder / _CHECKPOINT)
+        self._rounds = SiteRounds("PrivateSite", self.private_grad, optimizer, data, steps, collate)
+        self._model, self._steps = model, steps
 
     def train(self, received: FLModel) -> FLModel:
         """Take this round's private steps from the received weights, and return the new ones."""
-        weights = {name: _tensor(value) for name, value in received.params.items()}
-        asked = hashlib.sha256(f"{received.current_round}".encode())
-        for name, value in sorted(weights.items()):
-            asked.update(name.encode() + value.contiguous().numpy().tobytes())
-        if asked.hexdigest() != self._asked:
-            with torch.no_grad():
-                self._model.load_state_dict(weights)
-            start = self._taken
-            end = min(start + self._steps, self.private_grad.plan.steps)
-            if start == end:
-                remedy = "stop asking this site; in a new folder, add up both epsilons and both deltas"
-                got = f"{start} of {end} taken"
-                raise expected("PrivateSite", "steps", "to be left in the plan", got, remedy, BudgetExceededError)
-            while (taken := self._taken) < end:
-                for batch in islice(
-                    self.private_step.batches(self._data, updates=taken, collate=self._collate), end - taken
-                ):
-                    self.private_step.release(batch)
-                    self._optimizer.step(grad=self.private_step.take())
-            self._asked = asked.hexdigest()
-            write_checkpoint(self.state_dict() | {"averaged": None}, self._folder / _CHECKPOINT)
-        ledger = self.private_grad.ledger
-        said = statement([ledger])
+        self._rounds.train({name: _tensor(value) for name, value in received.params.items()})
+        said = statement([self.private_grad.ledger])
         (self._folder / "statement.txt").write_text(f"{said}\n", encoding="utf-8")
         meta = {_EPSILON: said.numbers["epsilon"], MetaKey.NUM_STEPS_CURRENT_ROUND: self._steps}
         return FLModel(params_type=ParamsType.FULL, params=_as_received(received, self._model.state_dict()), meta=meta)
-
-    @property
-    def _taken(self) -> int:
-        return self.private_grad.state_dict()["step"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that a later run needs to resume, in addition to the ledger."""
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "private_step": self.private_step.state_dict(),
-            "asked": self._asked,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of this run and ledger. Steps that were charged after it stay spent."""
-        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._asked = state["asked"]
 
 
 def site_update(
@@ -423,17 +368,6 @@ def site_update(
     update = local_update(model, loss_fn, user, local, max_update_norm=norm, precondition=precondition, step=step or 0)
     moved = {name: -value for name, value in update.items()}
     return FLModel(params_type=ParamsType.DIFF, params=_as_received(received, moved))
-
-
-def resume(function: str, run: Any, checkpoint: Path) -> None:
-    """Load the checkpoint of a run, or write its first one: a run that is killed in its first round resumes too."""
-    if checkpoint.exists():
-        with damage_refused(function, checkpoint):
-            state = read_checkpoint(checkpoint)
-        run.load_state_dict(state)
-    else:
-        run.private_step.require_unspent()
-        write_checkpoint(run.state_dict() | {"averaged": None}, checkpoint)
 
 
 def _keep_installed(job: Any) -> None:

@@ -44,6 +44,7 @@ class Facts:
     seeded_releases: int = 0
     covered_by_accountant: bool | None = True
     privacy_unit: str
+    user: str | None = None  # what a user is, if no person
     num_examples: int | None = None
     at_least: bool | None = None  # whether there may be more units than num_examples
     groups_of_people: bool | None = None  # whether some releases are from separate groups of people
@@ -67,12 +68,12 @@ class Facts:
     @property
     def one(self) -> str:
         """The word for a unit of privacy."""
-        return "person" if self.privacy_unit == "user" else "row"
+        return self.user or ("person" if self.privacy_unit == "user" else "row")
 
     @property
     def many(self) -> str:
         """The word for several units of privacy."""
-        return "people" if self.privacy_unit == "user" else "rows"
+        return "people" if self.one == "person" else f"{self.one}s"
 
     @property
     def is_finite(self) -> bool:
@@ -172,6 +173,7 @@ def ledger_facts(
         seeded_releases=sum(ledger.seeded_releases for ledger in ledgers),
         covered_by_accountant=all(plan["sampling"] != SHUFFLED for plan in plans),
         privacy_unit=unit,
+        user=plans[0].get("user"),
         num_examples=min(int(plan["num_examples"]) for plan in plans),
         at_least=all(plan["sampling"] != "truncated" for plan in plans),
         digests=[ledger.head for ledger in ledgers],
@@ -208,7 +210,8 @@ def require_one_promise(function: str, ledgers: Sequence[Ledger]) -> str:
     if not facts or not all(facts):
         remedy = "give ledger.jsonl of a training that has begun"
         raise expected(function, "ledgers", "to hold a plan each", f"{len(facts)} ledgers", remedy)
-    promises = {f"{fact['neighboring_relation']} {fact.get('privacy_unit', 'example')}" for fact in facts}
+    units = [f"{fact.get('privacy_unit', 'example')} {fact.get('user', '')}".strip() for fact in facts]
+    promises = {f"{fact['neighboring_relation']} {unit}" for fact, unit in zip(facts, units, strict=True)}
     if len(promises) > 1:
         got = " and ".join(sorted(promises))
         raise expected(function, "ledgers", "to protect the same unit", got, "give the ledgers of each unit separately")

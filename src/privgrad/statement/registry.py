@@ -33,7 +33,7 @@ def registry_record(said: Statement) -> dict[str, Any]:
     name = about.title or about.model or UNKNOWN
     by_heading = {part.heading: "\n".join(f"- {line}" for line in part.sentences) for part in said.sections}
     is_training = "training" in by_heading["Computation"]
-    is_of_users = numbers["privacy_unit"] == "user"
+    is_of_users, user = numbers["privacy_unit"] == "user", numbers.get("user", "person")
     return {
         "url_slug": re.sub(r"\W+", "-", f"{name if name != UNKNOWN else 'draft'} {numbers['date'][:4]}".lower()),
         "status": "Draft",
@@ -54,7 +54,7 @@ def registry_record(said: Statement) -> dict[str, Any]:
                 "unprotected_quantities": by_heading["Not covered"],
             },
             "privacy_loss": {
-                "privacy_unit": "Person, with all data of this person" if is_of_users else "Row",
+                "privacy_unit": f"{user.capitalize()}, with all data of this {user}" if is_of_users else "Row",
                 "privacy_unit_details": by_heading["People and data"],
                 "privacy_parameters": {"epsilon": numbers["epsilon"], "delta": numbers["delta"]},
                 "privacy_parameters_details": by_heading["In short"] + "\n" + by_heading["Meaning"],

@@ -1,29 +1,70 @@
-"""The private step of a server that a federated framework runs: which users a round has, and what they may send."""
+"""The rounds that a federated framework runs: of a server for users, and of a site for its own records."""
 
+import hashlib
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad.errors import BudgetExceededError, expected
+from privgrad.errors import BudgetExceededError, expected, require_integer
 from privgrad.ledger.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.perturb.local_training import ReportedUpdate
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling.loading import Data
+from privgrad.training.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.training.external_loop import ExternalLoopStep
 from privgrad.types import Batch
 
 _PATIENCE = 10  # rounds in a row in which no user's update counts: they spend epsilon on noise alone
+_SHARE = 0.05  # of a site's time, that checkpoints within a round may take
 
 
-class UserRounds:
+class Rounds:
+    """A run that a host drives: model, optimizer and private step, as a state that a later process resumes from."""
+
+    private_step: ExternalLoopStep
+    _function: str
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a later run needs to resume, in addition to the ledger: post-processing, no keys."""
+        step = self.private_step
+        parts = {"model": step.model, "optimizer": step.optimizer, "private_step": step}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of this run and ledger. Steps that were charged after it stay spent."""
+        step = self.private_step
+        step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
+        step.model.load_state_dict(state["model"])
+        step.optimizer.load_state_dict(state["optimizer"])
+
+    def write(self, checkpoint: Path) -> None:
+        """Write the state to a file, in the format that publishing reads."""
+        write_checkpoint(self.state_dict() | {"averaged": None}, checkpoint)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Load a checkpoint, or write the first one: a run that is killed in its first round resumes too."""
+        if checkpoint.exists():
+            with damage_refused(self._function, checkpoint):
+                state = read_checkpoint(checkpoint)
+            self.load_state_dict(state)
+        else:
+            self.private_step.require_unspent()
+            self.write(checkpoint)
+
+
+class UserRounds(Rounds):
     """The rounds of a plan for users. The host sends the model to a round's users and brings their updates.
 
     `ids` are what the host calls the users: n different ones, the i-th of user i. Errors and warnings begin with the
@@ -97,19 +138,10 @@ class UserRounds:
         self.optimizer.step(grad=self.private_step.take())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a later run needs to resume, in addition to the ledger: post-processing, no keys."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "private_step": self.private_step.state_dict(),
-            self._places: self.ids,  # in an epoch, a user with another number could be in two rounds
-        }
+        return super().state_dict() | {self._places: self.ids}  # in an epoch, another number could be in two rounds
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of this run and ledger. Rounds that were charged after it stay spent."""
-        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        super().load_state_dict(state)
         ids = state.get(self._places) and tuple(state[self._places])  # a format of files may make it a list
         if self.plan.sampling == "epochs" and None not in (ids, self.ids) and ids != self.ids:
             got = f"{len(self.ids or ())} ids that differ, or in another order"
@@ -158,20 +190,87 @@ class UserRounds:
         return tuple(ids)
 
 
+class SiteRounds(Rounds):
+    """The rounds of a site: each begins at weights of the server, and makes the next private steps of the site's plan.
+
+    A site that is killed resumes within its round, by a checkpoint next to its ledger. If the server sends the same
+    weights again, the last answer stands, at no cost. Errors begin with the public `function`.
+    """
+
+    def __init__(
+        self, function: str, private_grad: PrivateGradient, optimizer: Any, data: Data, steps: int, collate: Any = None
+    ) -> None:
+        require_integer(function, "steps", steps, 1)
+        if private_grad.ledger.path is None:
+            raise expected(function, "the ledger", "to have a path, to last over rounds", None)
+        self.private_step = ExternalLoopStep(function, private_grad.model, private_grad, optimizer)
+        self._function, self._data, self._steps, self._collate = function, data, steps, collate
+        self._asked, self._end = "", 0  # the digest of the round's weights, and the step at which it ends
+        self._due = 0.0  # time of the next checkpoint within a round
+        self._checkpoint = private_grad.ledger.path.with_suffix(".pt")
+        self.resume(self._checkpoint)
+
+    def train(self, weights: Mapping[str, Tensor]) -> None:
+        """Take a round's private steps from these weights; the model then has the answer."""
+        if reason := misfit(weights, self.private_step.model.state_dict()):
+            remedy = "send the weights of the site's model; if they are NaN, resume the server from an earlier round"
+            raise expected(self._function, "the server's weights", "to fit the site's model", reason, remedy)
+        asked = hashlib.sha256()
+        for name, value in sorted(weights.items()):
+            asked.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        if asked.hexdigest() != self._asked:
+            start, steps = self._taken, self.private_step.private_grad.plan.steps
+            if start >= steps:
+                remedy = "leave this site out; in a new folder, add up both epsilons and both deltas"
+                got = f"{start} of {steps} taken"
+                raise expected(self._function, "steps", "to be left in the plan", got, remedy, BudgetExceededError)
+            self.private_step.model.load_state_dict(weights)
+            self._asked, self._end = asked.hexdigest(), min(start + self._steps, steps)
+            self.write(self._checkpoint)
+        while (taken := self._taken) < self._end:
+            batches = self.private_step.batches(self._data, updates=taken, collate=self._collate)
+            for batch in islice(batches, self._end - taken):
+                self.private_step.release(batch)
+                self.private_step.optimizer.step(grad=self.private_step.take())
+                if self._taken == self._end or time.monotonic() > self._due:
+                    self.write(self._checkpoint)
+
+    @property
+    def _taken(self) -> int:
+        return self.private_step.private_grad.state_dict()["step"]
+
+    def write(self, checkpoint: Path) -> None:
+        begun = time.monotonic()
+        super().write(checkpoint)
+        self._due = time.monotonic() + (time.monotonic() - begun) / _SHARE
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"asked": self._asked, "end": self._end}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._asked, self._end = state["asked"], state["end"]
+
+
 def checked_update(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
     """Return an update of just these parameters that a user sent, or why it does not count."""
-    if values.keys() != parameters.keys():
-        more, missing = sorted(values.keys() - parameters.keys()), sorted(parameters.keys() - values.keys())
-        return f"names that the server does not train {more[:3]} and missing names {missing[:3]}"
-    for name, p in parameters.items():
-        if not values[name].is_floating_point() or values[name].shape != p.shape:
-            got = f"{tuple(values[name].shape)} of {values[name].dtype}"
-            return f"{name!r} of shape {got}, not {tuple(p.shape)} of floating-point numbers"
-    if not all(bool(value.isfinite().all()) for value in values.values()):
-        return "an update that is not finite"
+    if reason := misfit(values, parameters):
+        return reason
     if not any(bool(value.any()) for value in values.values()):
         return "an update of zero, from no examples or a local training that diverged"
     return {name: values[name].to(p) for name, p in parameters.items()}  # PrivateGradient clips it
+
+
+def misfit(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Return why received values have other names or forms than the model, or are not finite; "" if they fit."""
+    if values.keys() != own.keys():
+        more, missing = sorted(values.keys() - own.keys()), sorted(own.keys() - values.keys())
+        return f"names that are not trained here {more[:3]} and missing names {missing[:3]}"
+    for name, p in own.items():
+        if p.is_floating_point() > values[name].is_floating_point() or values[name].shape != p.shape:
+            got = f"{tuple(values[name].shape)} of {values[name].dtype}"
+            return f"{name!r} of shape {got}, not {tuple(p.shape)} of {p.dtype}"
+    return "" if all(bool(value.isfinite().all()) for value in values.values()) else "numbers that are not finite"
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:
