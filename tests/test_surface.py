@@ -32,12 +32,12 @@ NAMES = {
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
     "target_epsilon sampling max_batch_size participations seed group_size noise_on_grid privacy_unit correlation "
-    "simulates",
+    "user simulates",
     pg.PrivacyPlan.for_budget: "delta max_grad_norm num_examples target_epsilon target_success false_positive_rate "
     "target_advantage expected_batch_size steps batch_size epochs sampling max_batch_size participations seed "
     "group_size noise_on_grid privacy_unit correlation",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
-    "noise_multiplier sampling seed noise_on_grid correlation",
+    "noise_multiplier sampling seed noise_on_grid correlation user",
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory collate_fn "
     "epoch_key rows habits",
     pg.PrivacyPlan.sampler: "self dataset start collate processes epoch_key rows",

@@ -212,7 +212,6 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
         correlation: Banded | Literal["auto"] | None = None,
-        user: User = "person",
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
@@ -306,7 +305,6 @@ class PrivacyPlan:
             noise_on_grid=noise_on_grid,
             privacy_unit=privacy_unit,
             correlation=correlation,
-            user=user,
         )
 
     @classmethod
@@ -364,14 +362,13 @@ class PrivacyPlan:
             "noise_on_grid": noise_on_grid,
             "correlation": correlation,
             "privacy_unit": "user",
-            "user": user,
         }
         if target_epsilon is not None:
-            return cls.for_budget(target_epsilon=target_epsilon, **numbers)
+            return replace(cls.for_budget(target_epsilon=target_epsilon, **numbers), user=user)
         assert noise_multiplier is not None
         sample_rate = sample_rate_of(expected_cohort_size, num_users, sampling)
         numbers["expected_batch_size"] = size_of(expected_cohort_size, sample_rate * num_users)
-        return cls(sample_rate=sample_rate, noise_multiplier=noise_multiplier, **numbers)
+        return cls(sample_rate=sample_rate, noise_multiplier=noise_multiplier, user=user, **numbers)
 
     def scaled(self, factor: float, *, num_examples: int | None = None) -> "PrivacyPlan":
         """Return a plan that simulates this one in smaller batches. It is NOT private: its epsilon is infinite.

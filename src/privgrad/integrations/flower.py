@@ -293,7 +293,7 @@ def record_client_app(
         make_model: () -> the server's model; each round loads the server's weights into it.
         make_private_grad: (context, model) -> PrivateGradient with the site's plan and the path of the site's ledger,
             which lasts over all rounds.
-        make_optimizer: (model) -> an optimizer from privgrad.optim, new in each round.
+        make_optimizer: (model) -> an optimizer from privgrad.optim; each round loads its state of the round before.
         data_of: (context) -> the site's data, as plan.batches takes them.
         steps: private steps per round, >= 1; the plan has those of all rounds.
     Returns:
@@ -302,10 +302,11 @@ def record_client_app(
     Raises:
         BudgetExceededError: (in a round) the plan has no steps left.
         PrivacyError: (in a round, before a charge) another process holds the site's ledger, the ledger is in memory,
-            or the server's weights are not finite.
+            or the server's weights do not fit the model.
     Privacy:
-        All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. A
-        repeated round is charged again. num-examples is the plan's public number.
+        All that the server sees of a site satisfies the differential privacy of the site's ledger, for its records. If
+        the server repeats a round's weights, it gets the round's answer again, at no cost. num-examples is the plan's
+        public number.
     """
     name = "record_client_app"
     require_integer(name, "steps", steps, 1)
