@@ -288,7 +288,7 @@ def test_people_are_called_people():
 @pytest.mark.parametrize(("user", "many"), [("person", "people"), ("device", "devices"), ("site", "sites")])
 def test_a_user_is_called_what_the_plan_says_it_is(user: Any, many: str):
     ledger = ledger_of_people(user=user)
-    ledger.charge(pg.accounting.Release(1.0, 1 / 6), draw="one", limit=2)
+    ledger.charge(Release(1.0, 1 / 6), draw="one", limit=2)
     said = statement([ledger], appendix="nist")
     text, page = str(said), said.to_html()
     assert f"- The {many} in the training data are protected by differential privacy" in text
