@@ -204,6 +204,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "keeps_order": "= True",
         "canaries": "= 0",
         "max_rows": "= None",
+        "rows_by": "= None",
         "described": "self steps",
         "begun": "self",
         "losses": "self loss_fn",

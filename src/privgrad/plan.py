@@ -143,7 +143,7 @@ class PrivacyPlan:
         if self.noise_on_grid and self.noise_multiplier == 0:
             raise expected(function, "noise_on_grid", "to be False if noise_multiplier is 0", True)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
-        require_choice(function, "user", self.user, get_args(User))
+        require_choice(function, "user", self.user, get_args(User) if self.privacy_unit == "user" else ("person",))
         _require_scheme(function, self.sampling)
         # All examples of a user are clipped as one anyway.
         self._require_epochs()
@@ -334,7 +334,8 @@ class PrivacyPlan:
         - `rounds`: T >= 1, the number of releases;
         - `max_update_norm`: C, the bound on one user's whole update;
         - `delta`: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains;
-        - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both.
+        - `target_epsilon`: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both;
+        - `user`: "person", "device" or "site", such as a hospital: what the statement says is protected.
 
         Returns:
             A plan with privacy_unit "user".

@@ -238,7 +238,7 @@ class PrivateGradient:
         facts["research_seed"] = plan.seed is not None
         facts["side_information"] = "; ".join(source for source in sources if source) or None
         facts["perturbation"] = self._described(parts["perturb"]) if "perturb" in parts else None
-        known = {name: getattr(self._contribution, name) for name in ("canaries", "max_rows")}
+        known = {name: getattr(self._contribution, name) for name in ("canaries", "max_rows", "rows_by")}
         facts |= {name: value for name, value in known.items() if value}
         facts["norm_statistic"] = None if self._statistic is None else repr(self._statistic)
         facts["adaptive_clip"] = None if self._adaptive is None else repr(self._adaptive)

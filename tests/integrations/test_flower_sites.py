@@ -511,7 +511,9 @@ def test_a_hospital_goes_on_from_its_ledger_whatever_it_is_asked(tmp_path: Path)
     def releases() -> int:
         return Ledger(path, read_only=True).releases
 
-    first, again = ask(tmp_path, model), ask(tmp_path, model)
+    first = ask(tmp_path, model)
+    with pytest.warns(UserWarning, match="the server's weights are those of the last round"):
+        again = ask(tmp_path, model)
     assert releases() == STEPS
     assert first.content.array_records["arrays"].object_id == again.content.array_records["arrays"].object_id
     told = dict(again.content.metric_records["metrics"])
@@ -537,6 +539,19 @@ def test_a_hospital_whose_ledger_would_be_forgotten_is_refused(tmp_path: Path):
     assert "the ledger to have a path, to last over rounds, got None" in refused(ask(tmp_path, sites.make_model(), app))
     with pytest.raises(pg.PrivacyError, match="steps"):
         record_client_app(sites.make_model, make_private_grad, sites.make_optimizer, sites.records_of, steps=0)
+
+
+def test_what_a_site_says_of_its_records_stays_in_its_log(tmp_path: Path):
+    def make_private_grad(context: Context, model: torch.nn.Module) -> pg.PrivateGradient:
+        return pg.PrivateGradient(model, loss_fn, sites.record_plan(), ledger=tmp_path / "ledger.jsonl")
+
+    def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        raise RuntimeError("the label of my third patient is 2")
+
+    app = record_client_app(sites.make_model, make_private_grad, sites.make_optimizer, sites.records_of, steps=1)
+    told = refused(ask(tmp_path, sites.make_model(), app))
+    assert "expected a round to end, got an error of this site; read its log" in told
+    assert "patient" not in told
 
 
 def test_both_at_once_protects_records_from_the_server_and_hospitals_from_all(tmp_path: Path):

@@ -291,6 +291,7 @@ def played(fault: Callable[[FLModel], Any], folder: Path) -> Direct:
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:overflow", "ignore:invalid value")
+@pytest.mark.filterwarnings("ignore:PrivateController. some updates do not count")
 def test_nonsense_contributes_nothing_and_costs_as_any_round(kind: str, tmp_path: Path):
     controller = played(FAULTS[kind], tmp_path)
     require_equal(controller.weights, simulated(everyone(), without=[1]))
@@ -320,6 +321,7 @@ def test_weights_that_are_sent_as_differences_are_suspected(tmp_path: Path):
         Direct(everyone(), tmp_path, confused).run()
 
 
+@pytest.mark.filterwarnings("ignore:PrivateController. some updates do not count")
 def test_sites_that_are_away_are_not_asked_and_all_away_is_a_charged_round(tmp_path: Path):
     controller = Direct(everyone(), tmp_path / "one", sites=SITES)
     controller.online = ["a", "c", "stranger"]
@@ -505,6 +507,7 @@ def test_a_site_trains_as_in_one_process(tmp_path: Path):
     require_equal(model.state_dict(), own.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:PrivateSite. the server's weights are those of the last round")
 def test_a_repeated_round_is_answered_again_at_no_cost_also_after_a_crash(tmp_path: Path):
     site, _ = make_site(tmp_path)
     first = site.train(asked(0))

@@ -1,5 +1,6 @@
 """TRL's trainers with the private step: one loss per text or pair, exact, also on a base of 4 bits."""
 
+import hashlib
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -161,7 +162,7 @@ OWNERS = [math.isqrt(row) for row in range(COUNT)]  # 1, 3, 5, 7 and 8 rows of f
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_rows_of_a_person_are_clipped_together(kind: str, tmp_path: Path):
-    """The mean of the gradients of a person's first four rows, clipped once; every person, and no noise."""
+    """The mean of the gradients of four rows of a person, clipped once; every person, and no noise."""
     model = get_peft_model(smol(), lora(init_lora_weights=False)).double()
     plan = make_plan(
         sample_rate=1.0,
@@ -169,7 +170,7 @@ def test_all_rows_of_a_person_are_clipped_together(kind: str, tmp_path: Path):
         num_examples=5,
         steps=1,
         noise_multiplier=0.0,
-        max_grad_norm=0.25,
+        max_grad_norm=0.2,
         privacy_unit="user",
     )
     options: dict[str, Any] = {"unit": "owner", "max_rows": 4, "plan": plan, **dict.fromkeys(BUDGET)}
@@ -179,14 +180,16 @@ def test_all_rows_of_a_person_are_clipped_together(kind: str, tmp_path: Path):
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     wanted, norms = [torch.zeros_like(p) for p in parameters.values()], list[float]()
     for person in range(5):
-        own = [row for row in trainer.train_dataset if row["owner"] == person][:4]
+        own = [row for row in trainer.train_dataset if row["owner"] == person]
+        own = sorted(own, key=lambda row: hashlib.sha256(repr(row).encode()).digest())[:4]
         loss = torch.stack([own_loss(trainer.model.eval(), row) for row in own]).mean()
         parts = torch.autograd.grad(loss, list(parameters.values()))
         norms.append(float(torch.cat([part.flatten() for part in parts]).norm()))
-        wanted = [sum_ + min(1.0, 0.25 / norms[-1]) * part / 5 for sum_, part in zip(wanted, parts, strict=True)]
-    assert min(norms) < 0.25 < max(norms)
+        wanted = [sum_ + min(1.0, 0.2 / norms[-1]) * part / 5 for sum_, part in zip(wanted, parts, strict=True)]
+    assert min(norms) < 0.2 < max(norms)
     seen: list[pg.NoisyGradient] = []
     trainer.private_grad.register_raw_observer(lambda step: seen.append(step.released))
+    trainer.train_dataset = trainer.train_dataset.shuffle(seed=1)  # neither persons nor their kept rows change
     trainer.train()
     size = max(float(part.norm()) for part in wanted)
     for name, part in zip(parameters, wanted, strict=True):
@@ -205,7 +208,6 @@ def test_a_budget_for_persons_counts_persons(kind: str, tmp_path: Path):
     }
     options: dict[str, Any] = {"train_dataset": rows, "eval_dataset": KINDS[kind][2](4), "peft_config": lora()}
     trainer = make(kind, tmp_path, {"shuffle_dataset": True} if kind == "sft" else {}, **options, **persons)
-    assert list(trainer.train_dataset["owner"]) == list(rows["owner"])
     trainer.train()
     plan = trainer.private_grad.plan
     assert (plan.privacy_unit, plan.num_examples, plan.sample_rate) == ("user", COUNT // 2, 0.5)
@@ -214,6 +216,18 @@ def test_a_budget_for_persons_counts_persons(kind: str, tmp_path: Path):
     assert "each person" in (tmp_path / "out" / "statement.txt").read_text()
     with pytest.raises(pg.PrivacyError, match="eval_dataset with rows of the training data"):
         trainer.evaluate(rows.select(range(4)))
+
+
+def test_a_training_of_persons_resumes_with_the_same_persons_only(tmp_path: Path):
+    rows = KINDS["sft"][2]().add_column("owner", OWNERS).add_column("household", [owner // 2 for owner in OWNERS])
+    persons: dict[str, Any] = {"max_rows": 2, "num_examples": 6, "train_dataset": rows, "peft_config": lora()}
+    trainer = make("sft", tmp_path, unit="owner", **persons)
+    trainer.train()
+    trainer.private_grad.ledger.close()
+    with pytest.raises(pg.PrivacyError, match=r"the plan's rows_by to be as recorded \(owner\), got household"):
+        make("sft", tmp_path, unit="household", **persons)
+    with pytest.raises(pg.PrivacyError, match="perturb in private_options; leave it out"):
+        make("sft", tmp_path / "b", unit="owner", private_options={"perturb": pg.perturb.BAM(0.1)}, **persons)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """The rounds of a server and of a site, whatever framework runs them: what counts, and what is charged."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def test_a_batch_is_released_once():
     assert rounds.private_grad.ledger.releases == 1
 
 
+def test_a_site_that_contributes_nothing_is_named_to_the_server_alone():
+    rounds = make_rounds()
+    rounds.plan = replace(rounds.plan, user="site")
+    found = [update(rounds, 0.01), "numbers that are not finite", update(rounds, 0.01)]
+    with pytest.warns(UserWarning, match="some updates do not count: 1 x numbers that are not finite .NOT PRIVATE"):
+        rounds.release(rounds.draw(), found)
+    rounds.release(rounds.draw(), found)  # once is enough
+
+
 def test_ids_are_one_a_user_and_keep_their_order():
     rounds = make_rounds()
     assert rounds.settle(["x", "y", "z"]) == ("c", "a", "b")
@@ -94,11 +104,15 @@ def test_what_is_no_update_of_the_model_is_named(changed: dict[str, Tensor], why
 # A site.
 
 
-def make_site(folder: Path, steps: int = 3, **changed: Any) -> SiteRounds:
+def make_site(folder: Path, steps: int = 3, ledger: str = "ledger.jsonl", site: str = "", **changed: Any) -> SiteRounds:
     model, plan = make_model(), make_plan(**{"steps": 5, "delta": 1e-3, **changed})
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=folder / "ledger.jsonl")
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=folder / ledger)
     optimizer = pg.optim.MomentumSGD(model.named_parameters(), lr=0.1)
-    return SiteRounds("Site", private_grad, optimizer, make_data(), steps)
+    try:
+        return SiteRounds("Site", private_grad, optimizer, make_data(), steps, site=site)
+    except BaseException:
+        private_grad.ledger.close()
+        raise
 
 
 def weights(site: SiteRounds) -> dict[str, Tensor]:
@@ -127,6 +141,7 @@ def killed_in_step(site: SiteRounds, number: int, sent: dict[str, Tensor], monke
 
 
 @pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.filterwarnings("ignore:Site. the server's weights are those of the last round")
 def test_a_killed_site_goes_on_within_its_round(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With a seed, the lost step is computed again, and the result is that of a site that was not killed."""
     monkeypatch.setattr("privgrad.training.federated_rounds._SHARE", 1e9)  # a checkpoint after each step
@@ -157,13 +172,42 @@ def test_the_same_weights_are_answered_by_the_last_answer_also_of_an_earlier_pro
     start = weights(site)
     site.train(start)
     answer = weights(site)
-    site.train(start)
+    site.private_step.model.load_state_dict(start)  # a host evaluates the server's weights
+    with pytest.warns(UserWarning, match="its answer stands; nothing is trained"):
+        site.train(start)
+    assert all(torch.equal(value, answer[name]) for name, value in weights(site).items())
     site.private_step.private_grad.ledger.close()
     again = make_site(tmp_path)
-    again.train(start)
+    with pytest.warns(UserWarning, match="its answer stands; nothing is trained"):
+        again.train(start)
     assert releases(tmp_path) == 3
     for name, value in weights(again).items():
         torch.testing.assert_close(value, answer[name], rtol=0, atol=0)
+
+
+def test_a_round_whose_updates_are_all_lost_has_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    site = make_site(tmp_path, steps=1)
+    start = weights(site)
+    killed_in_step(site, 1, start, monkeypatch)
+    with pytest.warns(UserWarning, match="1 charged steps had no checkpoint"):
+        again = make_site(tmp_path, steps=1)
+    with (
+        pytest.warns(UserWarning, match="its answer stands"),
+        pytest.raises(pg.PrivacyError, match="Site: expected a round to have an update, got none with a checkpoint"),
+    ):
+        again.train(start)
+    again.train({name: value + 0.01 for name, value in start.items()})
+    assert releases(tmp_path) == 2
+
+
+def test_each_site_has_files_of_its_own(tmp_path: Path):
+    for name in ("a", "b"):
+        site = make_site(tmp_path, ledger=f"ledger.{name}", site=name)
+        site.train(weights(site))
+        site.private_step.private_grad.ledger.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"ledger.a", "ledger.a.pt", "ledger.b", "ledger.b.pt"}
+    with pytest.raises(pg.PrivacyError, match="expected the ledger to be that of one site, got 'b' and 'a'"):
+        make_site(tmp_path, ledger="ledger.a", site="b")
 
 
 def test_weights_that_do_not_fit_charge_nothing_and_leave_the_last_answer(tmp_path: Path):

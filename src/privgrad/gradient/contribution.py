@@ -88,6 +88,7 @@ class Contribution:
         canaries: how many canaries of an audit may be among the rows. If any may be, the ledger and the statement say
             that the model must not be released.
         max_rows: how many rows of a person are used, for the ledger and the statement. None: not known, or no persons.
+        rows_by: what names a person, such as a column, for the ledger. None: not known, or no persons.
     Privacy:
         The library trusts a subclass of yours. Each row that `gradients` and `losses` return may depend on that row of
         the batch, on public numbers and on released gradients only; the point of `at` on the last two only. If the
@@ -101,6 +102,7 @@ class Contribution:
     keeps_order = True
     canaries = 0
     max_rows: int | None = None
+    rows_by: str | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -187,16 +189,19 @@ class SampleGradient(Contribution):
         privacy_unit: "example"; or "user" for data whose every row holds all data of one person, as
             `data.table(unit=...)` makes them. The plan needs the same unit.
         max_rows: for "user", how many rows of a person are used; a public number for the statement. None: unsaid.
+        rows_by: what names a person, such as a column; a resumed training needs the same. None: unsaid.
     Raises:
         PrivacyError: the unit is unknown, or max_rows is no integer >= 1.
     Privacy:
         "user" is a statement of the caller. It is true only if no person has data in two rows.
     """
 
-    def __init__(self, privacy_unit: PrivacyUnit = "example", max_rows: int | None = None) -> None:
+    def __init__(
+        self, privacy_unit: PrivacyUnit = "example", max_rows: int | None = None, rows_by: str | None = None
+    ) -> None:
         require_choice("SampleGradient", "privacy_unit", privacy_unit, get_args(PrivacyUnit))
         require_integer("SampleGradient", "max_rows", 1 if max_rows is None else max_rows, 1)
-        self.privacy_unit, self.max_rows = privacy_unit, max_rows
+        self.privacy_unit, self.max_rows, self.rows_by = privacy_unit, max_rows, rows_by
 
     def __repr__(self) -> str:
         return "SampleGradient()" if self.privacy_unit == "example" else f"SampleGradient({self.privacy_unit!r})"

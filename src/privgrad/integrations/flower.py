@@ -4,17 +4,19 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import ERROR
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, Metadata, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from privgrad.errors import did_you_mean, expected, require_integer
+from privgrad.errors import PrivacyError, did_you_mean, expected, require_integer
 from privgrad.gradient.transform import Preconditioner
 from privgrad.integrations.flower_accountant import LedgerAccountant as LedgerAccountant
 from privgrad.ledger.ledger import Ledger
@@ -292,8 +294,9 @@ def record_client_app(
     Args:
         make_model: () -> the server's model; each round loads the server's weights into it.
         make_private_grad: (context, model) -> PrivateGradient with the site's plan and the path of the site's ledger,
-            which lasts over all rounds.
-        make_optimizer: (model) -> an optimizer from privgrad.optim; each round loads its state of the round before.
+            which lasts over all rounds. Each site needs a path of its own.
+        make_optimizer: (model) -> an optimizer from privgrad.optim, with the same settings in each round; it loads
+            its state of the round before.
         data_of: (context) -> the site's data, as plan.batches takes them.
         steps: private steps per round, >= 1; the plan has those of all rounds.
     Returns:
@@ -314,11 +317,21 @@ def record_client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        try:
+            return answer(message, context)
+        except Exception as error:  # Flower sends its text to the server
+            if isinstance(error, PrivacyError) and "NOT PRIVATE" not in str(error):
+                raise
+            log(ERROR, "record_client_app (NOT PRIVATE: for this site only)", exc_info=True)
+            raise expected(name, "a round", "to end", "an error of this site", "read its log") from None
+
+    def answer(message: Message, context: Context) -> Message:
         config: Any = message.content.config_records.get(_CONFIG) or ConfigRecord()
         model, sent = make_model(), message.content.array_records[_ARRAYS].to_torch_state_dict()
         private_grad = make_private_grad(context, model)
         try:
-            SiteRounds(name, private_grad, make_optimizer(model), data_of(context), steps).train(sent)
+            site = str(context.node_config.get("partition-id", ""))  # of a simulation; a deployed node may have none
+            SiteRounds(name, private_grad, make_optimizer(model), data_of(context), steps, site=site).train(sent)
             spent = _spent(private_grad)
         finally:
             private_grad.ledger.close()

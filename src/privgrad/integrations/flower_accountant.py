@@ -5,7 +5,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from flwr.serverapp import GaussianPrivacyEvent, NeighboringRelation, PrivacyConfig, PrivacySpent, SamplingMethod
@@ -13,7 +13,14 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from privgrad.accounting.accountant import epsilon, steps_for_budget
 from privgrad.accounting.mechanisms import Release, mechanisms_of
-from privgrad.errors import BudgetExceededError, expected, readable, require_integer, require_nonnegative
+from privgrad.errors import (
+    BudgetExceededError,
+    expected,
+    readable,
+    require_choice,
+    require_integer,
+    require_nonnegative,
+)
 from privgrad.ledger.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.types import User
@@ -60,6 +67,7 @@ class LedgerAccountant:
             raise expected("LedgerAccountant", "sampling_method", "to be poisson or no-amplification", method, remedy)
         require_integer("LedgerAccountant", "rounds", 1 if rounds is None else rounds, 1)
         self._config, self._rounds = config, rounds
+        require_choice("LedgerAccountant", "user", user, get_args(User))
         self._user: User = user
         self._stream = secrets.token_hex(4)  # no two ledgers share a draw
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)

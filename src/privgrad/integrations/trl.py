@@ -1,5 +1,6 @@
 """TRL's trainers of language models with the private step: one loss per example, or per pair of answers."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -8,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 from transformers import Trainer
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -59,11 +59,10 @@ class _PrivateTRL(PrivateTrainer):
         if isinstance(model, nn.Module):
             _require_causal(name, model)
         self._given, self._unit, self._max_rows = train_dataset, unit, max_rows
-        self._persons: TensorDataset | None = None  # the places of each person's rows, and their number
+        self._given_options = options.get("private_options") or {}
         if unit != ROW:
             self._privacy_unit = "user"
-            own = {"perturb": SampleGradient("user", max_rows)}
-            options["private_options"] = {**own, **(options.get("private_options") or {})}
+            options["private_options"] = {"perturb": SampleGradient("user", max_rows, unit)} | self._given_options
         super().__init__(model, args, train_dataset=train_dataset, head_first=False, **options)
 
     def _send_telemetry(self) -> None:
@@ -75,6 +74,8 @@ class _PrivateTRL(PrivateTrainer):
             yield Conflict(f"privacy_unit={plan.privacy_unit!r} with unit={self._unit!r}", remedy)
         if self._unit not in (ROW, *self._given.column_names):
             yield Conflict(f"unit={self._unit!r}", f"name one of {', '.join(self._given.column_names)}")
+        if self._unit != ROW and self._given_options.get("perturb"):
+            yield Conflict("perturb in private_options", "leave it out: unit and max_rows decide it for persons")
         if args.max_length is None:
             yield Conflict("max_length=None", "give a public max_length: each row is cut or padded to it")
         if (args.gradient_checkpointing_kwargs or {}).get("selective"):
@@ -98,14 +99,18 @@ class _PrivateTRL(PrivateTrainer):
                 if parameter.requires_grad:  # TRL has made it bfloat16, where small updates are lost
                     parameter.data = parameter.data.float()
         self._require_rows(self.train_dataset)
-        if self._max_rows is not None:
-            rows = cast(Any, self.train_dataset)
-            self._persons = by_user((torch.arange(len(rows)),), list(rows[self._unit]), cap=self._max_rows)
+        if self._unit != ROW:
             self._losses = partial(_person_losses, self._losses)
 
     def _examples(self) -> tuple[Any, Collate]:
         rows, collate = super()._examples()
-        return (rows, collate) if self._persons is None else (self._persons, _OfPersons(rows, collate))
+        if self._max_rows is None:
+            return rows, collate
+        # By their own content: by place, one person more or less could change which rows of the others are kept.
+        digests = [hashlib.sha256(repr(row).encode()).digest() for row in rows.with_format(None)]
+        order, names = sorted(range(len(rows)), key=digests.__getitem__), list(rows[self._unit])
+        places = by_user((torch.tensor(order),), [names[place] for place in order], cap=self._max_rows)
+        return places, _OfPersons(rows, collate)
 
     def _say_and_start(self, *, is_resumed: bool) -> None:
         super()._say_and_start(is_resumed=is_resumed)
@@ -149,8 +154,8 @@ class PrivateSFTTrainer(_PrivateTRL, SFTTrainer):
         unit: "row" protects each row by itself. The name of a column that identifies a person protects all rows of a
             person together: the example is then the person, num_examples and batches count persons, and the loss is
             the mean over the person's rows. A plan needs privacy_unit="user".
-        max_rows: for persons: the most rows of a person, a public number. Later rows are not used. Each step takes the
-            time of so many rows for every person.
+        max_rows: for persons: the most rows of a person, a public number. Of more, their content decides which are
+            used. Each step takes the time of so many rows for every person.
         options: those of PrivateTrainer, such as target_epsilon, delta and num_examples, and those of SFTTrainer.
     Raises:
         PrivacyError: as PrivateTrainer; for packing, rows without padding, or losses that mix examples.
@@ -169,7 +174,6 @@ class PrivateSFTTrainer(_PrivateTRL, SFTTrainer):
 
     def _host_conflicts(self, args: Any, plan: PrivacyPlan) -> Iterator[Conflict]:
         yield from super()._host_conflicts(args, plan)
-        args.shuffle_dataset &= self._unit == ROW  # the rows of others would decide which ones a person keeps
         if args.completion_only_loss and not {"completion", "completion_mask", "labels"} & {*self._given.column_names}:
             yield Conflict("completion_only_loss=True without completions", "give columns prompt and completion")
         remedy = "give loss_fn, (model, batch) -> losses of shape (B,), for another one"

@@ -423,8 +423,9 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
 
 def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise PrivacyError if a ledger holds other facts than those given."""
-    new = {"max_rows"} - held.keys()  # which older files lack
-    differing = [name for name in {**given, "max_rows": 0} if held.get(name) != given.get(name) and name not in new]
+    held, given = {"user": "person"} | held, {"user": "person", "max_rows": None, "rows_by": None} | given
+    new = {"max_rows", "rows_by"} - held.keys()  # which older files lack
+    differing = [name for name in given if held.get(name) != given[name] and name not in new]
     if not differing:
         return
     first = next((name for name in _REMEDIES if name in differing), "")

@@ -68,7 +68,7 @@ class Facts:
     @property
     def one(self) -> str:
         """The word for a unit of privacy."""
-        return self.user or ("person" if self.privacy_unit == "user" else "row")
+        return (self.user or "person") if self.privacy_unit == "user" else "row"
 
     @property
     def many(self) -> str:

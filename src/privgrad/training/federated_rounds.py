@@ -166,12 +166,15 @@ class UserRounds(Rounds):
         return self.plan.batches(users, start=self.private_grad.state_dict()["step"], epoch_key=key)
 
     def _suspect(self, updates: Sequence[dict[str, Tensor]], reasons: Sequence[str]) -> None:
-        """Warn once if no update of a round counts, and once if most look like weights, as FedAvg's clients send."""
+        """Warn once if no update of a round counts, or not all of sites, and once if most look like weights."""
         # A small cohort of users who are offline, or a local training that brings the weights near 0, warns wrongly.
+        said = ", ".join(f"{number} x {reason}" for reason, number in Counter(reasons).most_common(3))
         if updates:
             self._lost = []
+            if reasons and self.plan.user == "site":  # of thousands of devices, some are always away
+                self.warn_once(said, f"some updates do not count: {said} (NOT PRIVATE: do not publish this warning)")
         elif reasons:
-            self._lost.append(", ".join(f"{number} x {reason}" for reason, number in Counter(reasons).most_common(3)))
+            self._lost.append(said)
             told = f"no user's update counts in this round, which adds noise only and is charged ({self._lost[-1]})"
             self.warn_once("none counts", told)
         # An update that would move the weights to less than half of their length may be weights.
@@ -194,20 +197,29 @@ class SiteRounds(Rounds):
     """The rounds of a site: each begins at weights of the server, and makes the next private steps of the site's plan.
 
     A site that is killed resumes within its round, by a checkpoint next to its ledger. If the server sends the same
-    weights again, the last answer stands, at no cost. Errors begin with the public `function`.
+    weights again, the last answer stands, at no cost. Errors begin with the public `function`. `site` is what the host
+    calls the site; "" if it has no name.
     """
 
     def __init__(
-        self, function: str, private_grad: PrivateGradient, optimizer: Any, data: Data, steps: int, collate: Any = None
+        self,
+        function: str,
+        private_grad: PrivateGradient,
+        optimizer: Any,
+        data: Data,
+        steps: int,
+        collate: Any = None,
+        site: str = "",
     ) -> None:
         require_integer(function, "steps", steps, 1)
         if private_grad.ledger.path is None:
             raise expected(function, "the ledger", "to have a path, to last over rounds", None)
         self.private_step = ExternalLoopStep(function, private_grad.model, private_grad, optimizer)
-        self._function, self._data, self._steps, self._collate = function, data, steps, collate
+        self._function, self._data, self._steps, self._collate, self._site = function, data, steps, collate, site
         self._asked, self._end = "", 0  # the digest of the round's weights, and the step at which it ends
         self._due = 0.0  # time of the next checkpoint within a round
-        self._checkpoint = private_grad.ledger.path.with_suffix(".pt")
+        path = private_grad.ledger.path
+        self._checkpoint = path.with_suffix(".pt") if path.suffix == ".jsonl" else path.with_name(f"{path.name}.pt")
         self.resume(self._checkpoint)
 
     def train(self, weights: Mapping[str, Tensor]) -> None:
@@ -227,6 +239,12 @@ class SiteRounds(Rounds):
             self.private_step.model.load_state_dict(weights)
             self._asked, self._end = asked.hexdigest(), min(start + self._steps, steps)
             self.write(self._checkpoint)
+        else:
+            if self._taken >= self._end:
+                told = "the server's weights are those of the last round: its answer stands; nothing is trained"
+                warnings.warn(f"{self._function}: {told}", stacklevel=2)
+            if self._kept[0] == self._taken:  # a host may have loaded the server's weights into the model, to evaluate
+                self.private_step.model.load_state_dict(self._kept[1])
         while (taken := self._taken) < self._end:
             batches = self.private_step.batches(self._data, updates=taken, collate=self._collate)
             for batch in islice(batches, self._end - taken):
@@ -234,6 +252,9 @@ class SiteRounds(Rounds):
                 self.private_step.optimizer.step(grad=self.private_step.take())
                 if self._taken == self._end or time.monotonic() > self._due:
                     self.write(self._checkpoint)
+        if all(torch.equal(weights[name].to(own), own) for name, own in self._kept[1].items()):
+            got, remedy = "none with a checkpoint; its steps stay spent", "leave this site out of the round"
+            raise expected(self._function, "a round", "to have an update", got, remedy)
 
     @property
     def _taken(self) -> int:
@@ -242,14 +263,23 @@ class SiteRounds(Rounds):
     def write(self, checkpoint: Path) -> None:
         begun = time.monotonic()
         super().write(checkpoint)
+        self._keep()
         self._due = time.monotonic() + (time.monotonic() - begun) / _SHARE
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"asked": self._asked, "end": self._end}
+        return super().state_dict() | {"asked": self._asked, "end": self._end, "site": self._site}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["site"] != self._site:
+            got, remedy = f"{self._site!r} and {state['site']!r}", "give the ledger of each site a path of its own"
+            raise expected(self._function, "the ledger", "to be that of one site", got, remedy)
         super().load_state_dict(state)
         self._asked, self._end = state["asked"], state["end"]
+        self._keep()
+
+    def _keep(self) -> None:
+        own = self.private_step.model.state_dict()
+        self._kept = self._taken, {name: value.clone() for name, value in own.items()}
 
 
 def checked_update(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
