@@ -206,6 +206,7 @@ def test_epsilon_of_each_round_stands_next_to_the_metrics(protects: str, tmp_pat
 
 
 @pytest.mark.parametrize("protects", ["hospitals", pytest.param("records", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:record_client_app. the server's weights are those of the last round")
 def test_training_halts_at_the_budget_also_after_a_crash(protects: str, tmp_path: Path):
     """Box 4: SIGKILL in round 3, once it is charged and before anything of it is kept."""
     killed(f"run(Path({str(tmp_path)!r}), {protects!r}, dies=3)")

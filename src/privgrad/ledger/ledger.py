@@ -423,7 +423,8 @@ def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) 
 
 def _require_same_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise PrivacyError if a ledger holds other facts than those given."""
-    held, given = {"user": "person"} | held, {"user": "person", "max_rows": None, "rows_by": None} | given
+    base: dict[str, Any] = {"user": "person"}
+    held, given = base | dict(held), base | {"max_rows": None, "rows_by": None} | dict(given)
     new = {"max_rows", "rows_by"} - held.keys()  # which older files lack
     differing = [name for name in given if held.get(name) != given[name] and name not in new]
     if not differing:
