@@ -48,7 +48,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "perturb": 614,
         "precondition": 957,
         "sampling": 1006,  # epochs, their keys, and whether a resume has the same rows; any part of the rows
-        "statement": 978,  # what a user is; weights others moved; rows of a person, plans at once; curves, NIST
+        "statement": 980,  # paths; what a user is; weights others moved; rows of a person, plans at once; curves, NIST
         "training": 2694,  # confidence; rounds of users and sites; shards of a model, saved too; rules
     },
     "privgrad_lab": {

@@ -285,6 +285,11 @@ def test_people_are_called_people():
         statement([ledger, trained()])
 
 
+def test_a_path_is_as_good_as_its_ledger(tmp_path: Path):
+    ledger = trained(path=tmp_path / "ledger.jsonl")
+    assert str(statement([tmp_path / "ledger.jsonl"])) == str(statement([ledger]))
+
+
 @pytest.mark.parametrize(("user", "many"), [("person", "people"), ("device", "devices"), ("site", "sites")])
 def test_a_user_is_called_what_the_plan_says_it_is(user: Any, many: str):
     ledger = ledger_of_people(user=user)

@@ -4,6 +4,7 @@ statement.txt.j2 is its text, for files, terminals, pages, reports and model car
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
@@ -87,7 +88,7 @@ class Statement:
 
 
 def statement(
-    ledgers: Sequence[Ledger],
+    ledgers: Sequence[Ledger | str | os.PathLike[str]],
     *,
     delta: float | None = None,
     about: About | None = None,
@@ -96,7 +97,7 @@ def statement(
     """Return a statement on all releases of one or several ledgers together.
 
     Args:
-        ledgers: ledgers of trainings on the same data set, which protect the same unit.
+        ledgers: ledgers of trainings on the same data set, which protect the same unit, or the paths of their files.
         delta: in (0, 1). None: the delta that the ledgers record.
         about: title, model, purpose and data set, which the statement gives as declared.
         appendix: "nist" for a section that answers the questions of NIST SP 800-226 as far as ledgers know. The
@@ -109,7 +110,8 @@ def statement(
     Privacy:
         It holds public numbers only.
     """
-    return written(ledger_facts(ledgers, delta), about, appendix)
+    records = [one if isinstance(one, Ledger) else Ledger(one, read_only=True) for one in ledgers]
+    return written(ledger_facts(records, delta), about, appendix)
 
 
 def budget_statement(
