@@ -68,7 +68,7 @@ items: $(VENV)/installed
 	$(PYTEST) -m "slow or not slow" -k "starts_with_its_stand_in or share_the_runs" tests/lab/test_reproduce.py
 
 pages: $(VENV)/installed
-	$(PYTEST) -m "slow or not slow" -k commands_run tests/test_docs.py
+	$(PYTEST) -m "slow or not slow" -k "commands_run or slow" tests/test_docs.py tests/test_docs_numbers.py
 
 wheel: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py

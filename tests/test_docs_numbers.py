@@ -87,6 +87,7 @@ def printed(value: float, like: str) -> str:
     return f"{value:.{len(like.partition('.')[2])}f}"
 
 
+@pytest.mark.slow
 def test_the_epsilon_of_a_person_with_several_rows_is_computed_and_more_than_k_times():
     (quick_start,) = (block.text for block in blocks("README.md", "python") if "plan.batches(" in block.text)
     options = re.search(r"for_budget\(.*\n(.*)\n\)", quick_start)
@@ -627,6 +628,7 @@ def test_what_tuning_says_in_words_stands_in_its_table():
     assert [number for number in re.findall(r"[\d.]+ %", others) if number not in measured] == []
 
 
+@pytest.mark.slow
 def test_how_much_data_is_what_the_planner_says():
     """Each row's noise has the row's epsilon."""
     rows = [

@@ -253,7 +253,7 @@ class SiteRounds(Rounds):
                 if self._taken == self._end or time.monotonic() > self._due:
                     self.write(self._checkpoint)
         if all(torch.equal(weights[name].to(own), own) for name, own in self._kept[1].items()):
-            got, remedy = f"none, and {self._taken} steps charged", "leave this site out of the round"
+            got, remedy = f"{self._taken} charged steps without one", "leave this site out of the round"
             raise expected(self._function, "a round", "to have an update", got, remedy)
 
     @property
