@@ -193,7 +193,7 @@ def test_a_round_whose_updates_are_all_lost_has_no_answer(tmp_path: Path, monkey
         again = make_site(tmp_path, steps=1)
     with (
         pytest.warns(UserWarning, match="its answer stands"),
-        pytest.raises(pg.PrivacyError, match="Site: expected a round to have an update, got 1 charged steps without one"),
+        pytest.raises(pg.PrivacyError, match="a round to have an update, got 1 charged steps without one"),
     ):
         again.train(start)
     again.train({name: value + 0.01 for name, value in start.items()})

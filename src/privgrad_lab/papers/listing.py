@@ -57,7 +57,9 @@ def listing_table() -> Table:
         hours = "–" if row["hours"] is None else f"{row['hours']:g}"
         table.add_row(row["item"], _short(row["shows"]), data, row["device"], hours, row["state"])
     lines = [f"{row['paper']}, {row['shows'][0]}: {row['state']}" for row in rows if not row["item"]]
-    table.caption = "\n".join(["Hours of a core that the records took, which may be of some methods; –: not measured.", *lines])
+    table.caption = "\n".join(
+        ["Hours of a core that the records took, perhaps of some methods; –: not measured.", *lines]
+    )
     return table
 
 
